@@ -1,0 +1,79 @@
+"""What every diffusion transformer here has in common: a host's extension points, and nothing of the maths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+class DiffusionTransformer(torch.nn.Module):
+    """Base class: ``forward`` goes through the host's wrapper if there is one, ``_forward`` is the model.
+
+    ``repeated_blocks`` names the classes that a host may compile, offload or shard one by one.
+    """
+
+    repeated_blocks: tuple[str, ...] = ()
+    wrap_forward: Callable[..., torch.Tensor] | None = None
+    gradient_checkpointing: bool = False
+
+    def __init__(self, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.dtype = dtype
+
+    def enable_gradient_checkpointing(self, enabled: bool = True) -> None:
+        self.gradient_checkpointing = enabled
+
+    def forward(
+        self, x, timesteps, context, attention_mask=None, control=None, transformer_options=None, **conditions
+    ) -> torch.Tensor:
+        """See the model's ``_forward`` for shapes; conditions are the model's own, by the reference's names."""
+        options = {} if transformer_options is None else transformer_options
+        if self.wrap_forward is None:
+            return self._forward(x, timesteps, context, attention_mask, options, control=control, **conditions)
+        return self.wrap_forward(
+            self._forward, x, timesteps, context, attention_mask, options, control=control, **conditions
+        )
+
+    def _forward(self, x, timesteps, context, attention_mask, transformer_options, control=None, **conditions):
+        raise TypeError(f"{type(self).__name__} does not define _forward")
+
+
+class BlockLoop:
+    """ComfyUI's per-block extension points during one pass over a list of blocks.
+
+    Sets ``block_type``, ``block_index`` and ``total_blocks`` in a copy of the options, lets
+    ``patches_replace["dit"][(kind_block, i)]`` take a block's place, runs ``patches[kind_block]`` after it and adds
+    control residuals ("input" for double, "output" for single blocks) to the image tokens. Block arguments and results
+    travel under ComfyUI's names (``img``, ``txt``, ``vec``, ``pe``, ``attn_mask``), so that patches written for
+    core's models fit.
+    """
+
+    def __init__(self, kind: str, total: int, transformer_options: dict, control: dict | None, model=None):
+        self.name = f"{kind}_block"
+        self.options = {**transformer_options, "block_type": kind, "total_blocks": total}
+        self.replace = transformer_options.get("patches_replace", {}).get("dit", {})
+        self.patches = transformer_options.get("patches", {}).get(self.name, ())
+        self.residuals = (control or {}).get("input" if kind == "double" else "output") or ()
+        self.checkpointing = model is not None and model.gradient_checkpointing and torch.is_grad_enabled()
+
+    def run(self, index: int, block: Callable[..., dict], args: dict) -> dict:
+        """args: the block's inputs by name; block(**args) returns the changed ones ({"img": ...[, "txt": ...]})."""
+        self.options["block_index"] = index
+        args = {**args, "transformer_options": self.options}
+
+        def original(given: dict) -> dict:
+            if self.checkpointing:
+                return checkpoint(lambda: block(**given), use_reentrant=False)
+            return block(**given)
+
+        replacement = self.replace.get((self.name, index))
+        out = original(args) if replacement is None else replacement(args, {"original_block": original})
+        for patch in self.patches:
+            out = {**out, **patch({**args, **out})}
+        if index < len(self.residuals) and self.residuals[index] is not None:
+            add = self.residuals[index].to(out["img"])
+            head, tail = out["img"][:, : add.shape[1]], out["img"][:, add.shape[1] :]
+            out = {**out, "img": torch.cat((head + add, tail), dim=1)}
+        return out

@@ -1,0 +1,69 @@
+"""Sinusoidal embeddings of scalars, and rotary position embeddings of grids."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def sinusoidal_embedding(
+    values: torch.Tensor, dim: int, *, max_period: float = 10000.0, scale: float = 1.0, cos_first: bool = True
+) -> torch.Tensor:
+    """Sinusoids of a scalar, float32.
+
+    values: [B] of any float dtype. Returns [B, dim]: cosines then sines (``cos_first``) of ``scale * (value * f)``
+    with f from 1 down to 1 / max_period. The order of the products is the diffusers embedding's: with scale 1000 the
+    angles are so large that another order moves the result by up to 6e-5.
+    """
+    half = dim // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=values.device) * -math.log(max_period) / half
+    angles = scale * (values.float()[:, None] * torch.exp(exponent))
+    first, second = (angles.cos(), angles.sin()) if cos_first else (angles.sin(), angles.cos())
+    return torch.cat((first, second), dim=-1)
+
+
+def axis_frequencies(dim: int, theta: float) -> list[float]:
+    """The dim / 2 rotary frequencies of one axis, in Python floats so that only the last rounding is float32's."""
+    return [theta ** (-i / dim) for i in range(0, dim, 2)]
+
+
+def grid_rope(
+    sizes: tuple[int, ...],
+    axes_dim: tuple[int, ...],
+    theta: float,
+    device: torch.device,
+    *,
+    offsets: tuple[float, ...] | None = None,
+    scales: tuple[float, ...] | None = None,
+) -> torch.Tensor:
+    """Rotary angles of a row-major grid.
+
+    sizes: (rows, columns, ...); axes_dim: how many channels each axis rotates (each even). Positions count from 0;
+    ``offsets`` and ``scales`` shift and stretch them per axis. Returns float32 [prod(sizes), sum(axes_dim) // 2, 2]:
+    cosine and sine of each pair's angle.
+    """
+    angles = []
+    for axis, (size, dim) in enumerate(zip(sizes, axes_dim, strict=True)):
+        position = torch.arange(size, dtype=torch.float32, device=device)
+        if scales is not None:
+            position = position * scales[axis]
+        if offsets is not None:
+            position = position + offsets[axis]
+        frequencies = torch.tensor(axis_frequencies(dim, theta), dtype=torch.float32, device=device)
+        angle = position[:, None] * frequencies
+        shape = [1] * len(sizes) + [dim // 2]
+        shape[axis] = size
+        angles.append(angle.reshape(shape).expand(*sizes, dim // 2))
+    angle = torch.cat(angles, dim=-1).flatten(0, -2)
+    return torch.stack((angle.cos(), angle.sin()), dim=-1)
+
+
+def rotate_pairs(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotate neighbouring channels (0, 1), (2, 3), ... ("interleaved" rotary embedding), in float32.
+
+    x: [..., L, H, D] (heads after positions); rope: [L, D // 2, 2] from ``grid_rope``. Returns x's shape and dtype.
+    """
+    cos, sin = rope[:, None, :, 0], rope[:, None, :, 1]
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
