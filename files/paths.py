@@ -1,0 +1,64 @@
+"""Where a file may go: inside its folder, and never onto its own source."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from .errors import OutputError, UnsafePath
+
+__all__ = ["contained", "refuse_same_file"]
+
+# Windows gives these names to devices, with any extension, in any folder.
+_DEVICES = frozenset(
+    ["con", "prn", "aux", "nul", "conin$", "conout$", "clock$"]
+    + [f"{port}{number}" for port in ("com", "lpt") for number in "0123456789\u00b9\u00b2\u00b3"]
+)
+
+
+def contained(root: str | os.PathLike, relative: str | os.PathLike) -> Path:
+    """``root / relative`` with every symlink resolved, refused unless it stays inside ``root``.
+
+    ``relative`` comes from a workflow, a file or a text field: ``\\`` separates as ``/`` does, and what would be
+    dangerous on any operating system is refused on all of them, so that a graph means the same everywhere.
+    Raises UnsafePath.
+    """
+    text = os.fspath(relative)
+    if not text.strip():
+        raise UnsafePath(text, "an empty path; give a file name")
+    if any(ord(char) < 32 for char in text):
+        raise UnsafePath(repr(text), "a path with control characters")
+    if re.match(r"[/\\]|[A-Za-z]:", text):
+        raise UnsafePath(text, f"an absolute path; give one relative to {os.fspath(root)}")
+    parts = [part for part in re.split(r"[/\\]", text) if part not in ("", ".")]
+    for part in parts:
+        if part == "..":
+            raise UnsafePath(text, f"leaves {os.fspath(root)} through '..'")
+        if re.search(r'[<>:"|?*]', part) or part != part.rstrip(" ."):
+            raise UnsafePath(text, f"{part!r} is not a file name on every operating system")
+        if part.split(".")[0].rstrip().lower() in _DEVICES:
+            raise UnsafePath(text, f"{part!r} is the name of a device on Windows")
+    if not parts:
+        raise UnsafePath(text, "names no file")
+    base = Path(os.path.realpath(root))
+    target = Path(os.path.realpath(base.joinpath(*parts)))
+    if base != target and base not in target.parents:
+        raise UnsafePath(text, f"a link on the way leads out of {os.fspath(root)}")
+    return target
+
+
+def same_file(first: str | os.PathLike, second: str | os.PathLike) -> bool:
+    """Whether two paths are one file: through symlinks, hard links, or a file system that ignores case."""
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return os.path.normcase(os.path.realpath(first)) == os.path.normcase(os.path.realpath(second))
+
+
+def refuse_same_file(target: str | os.PathLike, sources: Iterable[str | os.PathLike]) -> None:
+    """Raises OutputError when ``target`` is one of ``sources``."""
+    for source in sources:
+        if same_file(target, source):
+            raise OutputError(target, f"is the source itself ({os.fspath(source)}); write to another name")
