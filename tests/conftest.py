@@ -17,8 +17,8 @@ _without_comfyui = 0
 
 def pytest_configure(config: pytest.Config) -> None:
     global _comfyui
-    # `python -m pytest` puts the folder it is run from there; with the repository's root on it, `import nodes` in a test
-    # would find this pack's folder instead of ComfyUI's module.
+    # `python -m pytest` puts the folder it is run from there; with the root on it, `import nodes` in a test would find
+    # this pack's folder instead of ComfyUI's module.
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != os.path.realpath(ROOT)]
     try:
         _comfyui = find_comfyui()
