@@ -1,0 +1,27 @@
+"""One file per architecture: its card. See docs/architecture.md, "The card"."""
+
+from ._architecture import Architecture, Defaults, KeyMap, Match, Sampling, Shapes, import_dotted
+from ._registry import (
+    PREFIXES,
+    architectures,
+    closest_architectures,
+    find_architecture,
+    get_architecture,
+    header_config,
+)
+
+__all__ = [
+    "PREFIXES",
+    "Architecture",
+    "Defaults",
+    "KeyMap",
+    "Match",
+    "Sampling",
+    "Shapes",
+    "architectures",
+    "closest_architectures",
+    "find_architecture",
+    "get_architecture",
+    "header_config",
+    "import_dotted",
+]

@@ -1,0 +1,76 @@
+"""What a file is, from its keys and shapes: for messages that say which loader wants it.
+
+The order of the questions matters: an adapter names the model's layers too, an all-in-one file holds everything.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..supported_models import Shapes, find_architecture
+from ..text_encoders.families import find_text_encoder
+
+
+@dataclass(frozen=True)
+class Kind:
+    """name: a word for code; title: for people; folder: under models/; loader: the node that takes it."""
+
+    name: str
+    title: str
+    folder: str
+    loader: str
+
+
+DIFFUSION_MODEL = Kind("diffusion_model", "a diffusion model", "diffusion_models", "Load Diffusion Model")
+TEXT_ENCODER = Kind("text_encoder", "a text encoder", "text_encoders", "Load Text Encoder (NativeDiT) or Load CLIP")
+AUTOENCODER = Kind("autoencoder", "an autoencoder (VAE)", "vae", "Load VAE")
+LORA = Kind("lora", "a LoRA or another adapter", "loras", "Load LoRA")
+CHECKPOINT = Kind("checkpoint", "an all-in-one checkpoint", "checkpoints", "Load Checkpoint")
+CONTROLNET = Kind("controlnet", "a ControlNet", "controlnet", "Load ControlNet Model")
+UNKNOWN = Kind("unknown", "no kind of model that NativeDiT knows", "", "")
+
+_ADAPTER = re.compile(
+    r"\.(?:lora_[AB]|lora_(?:down|up)|lora\.(?:down|up)|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|oft_blocks|dora_scale)\b"
+)
+_TEXT = re.compile(
+    r"(?:^|\.)(?:embed_tokens\.weight|shared\.weight|token_embedding\.weight|word_embeddings\.weight)$"
+    r"|encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight$|text_model\.encoder\.layers\.0\."
+)
+_VAE = re.compile(
+    r"(?:^|\.)(?:decoder\.conv_in\.|decoder\.conv1\.|encoder\.conv_in\.|encoder\.conv1\.|decoder\.up_blocks\.|"
+    r"encoder\.down_blocks\.|decoder\.up\.0\.)"
+)
+_CONTROL = re.compile(r"(?:^|\.)(?:control_model\.|controlnet_blocks\.|controlnet_cond_embedding\.|input_hint_block\.)")
+_TRANSFORMER = re.compile(r"(?:^|\.)(?:\w*blocks|layers)\.0\.")
+_ALL_IN_ONE = re.compile(r"^(?:model\.diffusion_model|first_stage_model|cond_stage_model|text_encoders|vae)\.")
+
+
+def kind_of(shapes: Shapes) -> Kind:
+    """Never raises."""
+    keys = list(shapes)
+    if any(_ADAPTER.search(key) for key in keys):
+        return LORA
+    parts = {match.group() for key in keys if (match := _ALL_IN_ONE.match(key))}
+    if "model.diffusion_model." in parts and len(parts) > 1:
+        return CHECKPOINT
+    if any(_CONTROL.search(key) for key in keys):
+        return CONTROLNET
+    if find_architecture(shapes) is not None:
+        return DIFFUSION_MODEL
+    if find_text_encoder(shapes) or any(_TEXT.search(key) for key in keys):
+        return TEXT_ENCODER
+    if any(_VAE.search(key) for key in keys) and not any("diffusion_model." in key for key in keys):
+        return AUTOENCODER
+    if "model.diffusion_model." in parts or any(_TRANSFORMER.search(key) for key in keys):
+        return DIFFUSION_MODEL
+    return UNKNOWN
+
+
+def wrong_slot(kind: Kind, wanted: Kind) -> str:
+    """The sentence for a file of one kind in another kind's loader."""
+    if kind is UNKNOWN:
+        return f"is {kind.title}; this loader wants {wanted.title}"
+    return (
+        f"is {kind.title}, not {wanted.title}; put it into models/{kind.folder} and load it with the node {kind.loader}"
+    )

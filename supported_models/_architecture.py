@@ -1,0 +1,167 @@
+"""What a card says about an architecture. Pure data and small pure functions; no torch module is imported here."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..quant.policy import CardPolicy
+    from ..text_encoders.prompt import Prompt
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+log = logging.getLogger(__name__)
+
+ROOT_PACKAGE = __package__.rpartition(".")[0]
+
+
+def import_dotted(path: str) -> Any:
+    """Import ``.folder.module:Name`` relative to this package, whatever name a host imported it under."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module, ROOT_PACKAGE), name)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The publisher's settings; what "auto" means in our nodes."""
+
+    steps: int
+    cfg: float
+    sampler: str
+    scheduler: str
+    width: int
+    height: int
+    negative_prompt: str = ""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a flow model is sampled: x_sigma = (1 - sigma) * x0 + sigma * noise_scale * noise.
+
+    prediction: "velocity" (noise - data), "-velocity" (data - noise) or "x0".
+    shift: static time shift; multiplier: the reference transformer's timestep is sigma * multiplier.
+    x0_sigma_floor: for "x0", the reference's velocity is (x - x0) / max(sigma, floor).
+    """
+
+    prediction: str = "velocity"
+    shift: float = 1.0
+    multiplier: float = 1.0
+    noise_scale: float = 1.0
+    x0_sigma_floor: float = 0.0
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """Another key layout of the same weights: regular expressions from its keys to ours, first match wins.
+
+    ``marker`` is a key that only this layout has (without prefix); ``prefixes`` are those it is published with.
+    """
+
+    name: str
+    marker: str
+    rules: tuple[tuple[str, str], ...]
+    prefixes: tuple[str, ...] = ("",)
+
+    def rename(self, key: str) -> str:
+        for pattern, replacement in self.rules:
+            renamed, count = re.subn(pattern, replacement, key, count=1)
+            if count:
+                return renamed
+        return key
+
+
+@dataclass(frozen=True)
+class Match:
+    """A file recognised: whose it is, under which prefix, in which layout (None: ours), with which constructor
+    arguments."""
+
+    architecture: Architecture
+    prefix: str
+    layout: KeyMap | None
+    config: dict[str, Any]
+
+    def rename(self, key: str) -> str | None:
+        """Our module's name for a key of the file; None for a key outside the prefix."""
+        if not key.startswith(self.prefix):
+            return None
+        key = key[len(self.prefix) :]
+        return self.layout.rename(key) if self.layout else key
+
+
+def _strip(shapes: Shapes, prefix: str) -> Shapes:
+    return {key[len(prefix) :]: tuple(shape) for key, shape in shapes.items() if key.startswith(prefix)}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One card. Fields in the order of the questions in docs/architecture.md; a fact without a source stays empty."""
+
+    # what is it?
+    name: str
+    title: str
+    license: str
+    repositories: tuple[str, ...]
+    defaults: Defaults | None
+    # is this file mine? telling keys (without prefix), and constructor arguments from logical shapes (packed
+    # widths undone) or None = not mine; asked only when every telling key is there
+    signature: tuple[str, ...]
+    config_from_shapes: Callable[[Shapes], dict[str, Any] | None]
+    # which module? None: core's (inside ComfyUI) or diffusers' (in the engine)
+    module: str | None
+    # how is it sampled?
+    sampling: Sampling | None
+    # which latent, text encoder, autoencoder?
+    latent_format: str | None
+    text_encoders: tuple[str, ...] = ()
+    autoencoder: str | None = None
+    prompt: Prompt | None = None
+    # which precisions are safe, best first; which parameters stay in float32 (regular expressions)
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    keep_float32: tuple[str, ...] = ()
+    # memory per latent pixel relative to ComfyUI's own estimate (its memory_usage_factor)
+    memory_usage_factor: float = 1.0
+    # what may be quantized?
+    quantization: CardPolicy | None = None
+    # how do other layouts map?
+    layouts: tuple[KeyMap, ...] = ()
+    lora_prefixes: tuple[str, ...] = ("diffusion_model.", "transformer.", "", "base_model.model.")
+    # which files? component -> known file names, best first
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def detect(self, shapes: Shapes, prefix: str = "") -> dict[str, Any] | None:
+        """Constructor arguments if these are this architecture's keys and shapes, else None. Never raises.
+
+        shapes: key -> logical shape of a whole file or header; only keys under ``prefix`` are looked at.
+        """
+        match = self.match(shapes, prefix)
+        return None if match is None else match.config
+
+    def match(self, shapes: Shapes, prefix: str = "") -> Match | None:
+        """``detect``, which also tells the layout the keys are in. Our own layout is tried first."""
+        try:
+            if all(prefix + key in shapes for key in self.signature):
+                config = self.config_from_shapes(_strip(shapes, prefix))
+                if config is not None:
+                    return Match(self, prefix, None, dict(config))
+            for layout in self.layouts:
+                for start in (prefix + inner for inner in layout.prefixes):
+                    if start + layout.marker not in shapes:
+                        continue
+                    renamed = {layout.rename(key): shape for key, shape in _strip(shapes, start).items()}
+                    if all(key in renamed for key in self.signature):
+                        config = self.config_from_shapes(renamed)
+                        if config is not None:
+                            return Match(self, start, layout, dict(config))
+        except Exception as error:  # one card that raises would stop every model from loading inside ComfyUI
+            log.warning("NativeDiT: the detection of %s failed on this file and is skipped: %r", self.name, error)
+        return None
+
+    def module_class(self) -> type:
+        if self.module is None:
+            raise ValueError(f"{self.title} has no module of ours: ComfyUI's core or diffusers loads it")
+        return import_dotted(self.module)

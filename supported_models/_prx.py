@@ -1,0 +1,45 @@
+"""What the cards of PRX and PRXPixel share: sizes from shapes, and the trainer's own key layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._architecture import KeyMap, Shapes
+
+# The research trainer (Photoroom/PRX) names the attention's layers differently; its Composer checkpoints carry a prefix.
+TRAINER_LAYOUT = KeyMap(
+    name="trainer",
+    marker="blocks.0.img_qkv_proj.weight",
+    prefixes=("", "state.model.denoiser."),
+    rules=(
+        (r"^(blocks\.\d+\.)(img_qkv_proj|txt_kv_proj)\.", r"\1attention.\2."),
+        (r"^(blocks\.\d+\.)qk_norm\.query_norm\.(?:scale|weight)$", r"\1attention.norm_q.weight"),
+        (r"^(blocks\.\d+\.)qk_norm\.key_norm\.(?:scale|weight)$", r"\1attention.norm_k.weight"),
+        (r"^(blocks\.\d+\.)k_norm\.(?:scale|weight)$", r"\1attention.norm_added_k.weight"),
+        (r"^(blocks\.\d+\.)attn_out\.", r"\1attention.to_out.0."),
+    ),
+)
+
+SIGNATURE = (
+    "blocks.0.attention.img_qkv_proj.weight",
+    "blocks.0.attention.norm_added_k.weight",
+    "blocks.0.modulation.lin.weight",
+    "txt_in.weight",
+    "final_layer.linear.bias",
+)
+
+
+def sizes(shapes: Shapes) -> dict[str, Any]:
+    """Constructor arguments that both kinds read the same way, from dimensions that packing never changes."""
+    hidden_size = shapes["txt_in.bias"][0]
+    mlp_size = shapes["blocks.0.gate_proj.weight"][0]
+    mlp_ratio = mlp_size / hidden_size
+    if int(hidden_size * mlp_ratio) != mlp_size:  # the quotient rounded down: stay clear of the edge
+        mlp_ratio = (mlp_size + 0.5) / hidden_size
+    return {
+        "context_in_dim": shapes["txt_in.weight"][1],
+        "hidden_size": hidden_size,
+        "mlp_ratio": mlp_ratio,
+        "num_heads": hidden_size // shapes["blocks.0.attention.norm_q.weight"][0],
+        "depth": 1 + max(int(key.split(".")[1]) for key in shapes if key.startswith("blocks.")),
+    }

@@ -1,0 +1,86 @@
+"""Finding cards (by listing this folder) and finding the card of a file (by its keys and shapes)."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import json
+import logging
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+from ._architecture import Architecture, Match, Shapes
+
+log = logging.getLogger(__name__)
+
+# Where a diffusion model's keys start in the files people have.
+PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.model.", "transformer.", "model.", "net.")
+
+
+@functools.cache
+def architectures() -> tuple[Architecture, ...]:
+    """All cards that import, by name. A card that fails disables its architecture alone, with one warning."""
+    found = []
+    for info in pkgutil.iter_modules(importlib.import_module(__package__).__path__):
+        if info.name.startswith("_"):
+            continue
+        try:
+            found.append(importlib.import_module(f".{info.name}", __package__).ARCHITECTURE)
+        except Exception as error:  # whatever a broken card raises must not take the others down
+            log.warning("NativeDiT: architecture %s is disabled, its card does not import: %r", info.name, error)
+    return tuple(sorted(found, key=lambda card: card.name))
+
+
+def get_architecture(name: str) -> Architecture:
+    """The card called ``name``. Raises ValueError that lists the closest known names."""
+    cards = {card.name: card for card in architectures()}
+    if name in cards:
+        return cards[name]
+    close = difflib.get_close_matches(name, cards, n=3, cutoff=0.3) or sorted(cards)
+    raise ValueError(f"unknown architecture {name!r}; the closest known: {', '.join(close)}")
+
+
+def find_architecture(
+    shapes: Shapes,
+    *,
+    prefix: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    architecture: str | None = None,
+) -> Match | None:
+    """Whose file is this? Keys and shapes decide; the header's ``config`` entry then beats the card's constants.
+
+    shapes: key -> logical shape; prefix: where the diffusion model's keys start, None = try the known ones;
+    architecture: ask only this card. None when nobody claims the file. Never raises on a strange file, only on an
+    unknown ``architecture``.
+    """
+    cards = architectures() if architecture is None else (get_architecture(architecture),)
+    for start in PREFIXES if prefix is None else (prefix,):
+        for card in cards:
+            found = card.match(shapes, start)
+            if found is not None:
+                found.config.update(header_config(metadata))
+                return found
+    return None
+
+
+def header_config(metadata: Mapping[str, str] | None, component: str = "transformer") -> dict[str, Any]:
+    """Constructor arguments from a safetensors header's ``config``: JSON per component, as LTX files carry it."""
+    try:
+        config = json.loads((metadata or {}).get("config", "{}")).get(component, {})
+    except (ValueError, AttributeError):
+        return {}
+    return {k: v for k, v in config.items() if not k.startswith("_")} if isinstance(config, dict) else {}
+
+
+def closest_architectures(shapes: Shapes, count: int = 3) -> list[str]:
+    """Names of the cards that share most telling keys with a file nobody claims, best first; for messages."""
+    tails = {key.removesuffix(".weight") for key in shapes}
+
+    def shared(card: Architecture) -> float:
+        hits = sum(any(tail.endswith(key.removesuffix(".weight")) for tail in tails) for key in card.signature)
+        return hits / max(len(card.signature), 1)
+
+    scored = sorted(((shared(card), card.name) for card in architectures()), key=lambda pair: (-pair[0], pair[1]))
+    return [name for score, name in scored[:count] if score > 0]
