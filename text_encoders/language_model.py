@@ -11,85 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-# Names of a block's norms: before attention, after attention, before the MLP, after the MLP (None: no such norm).
-# The same name sits at different places in different families (`post_attention_layernorm`).
-BLOCK_NORMS: dict[str, tuple[str, str | None, str, str | None]] = {
-    "pre": ("input_layernorm", None, "post_attention_layernorm", None),
-    "gemma2": (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-    "t5gemma": (
-        "pre_self_attn_layernorm",
-        "post_self_attn_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-    "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-}
-
-
-@dataclass(frozen=True)
-class LanguageModelConfig:
-    """What a family is made of. Names are those of Hugging Face's config.json where one exists.
-
-    `LanguageModel(**dict)` takes the same names; `families.from_hugging_face` reads a published config.json.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None  # None: as many as attention heads
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    hidden_act: str = "silu"  # "silu" or "gelu_pytorch_tanh"
-    rms_norm_eps: float = 1e-6
-    rms_norm_offset: bool = False  # scale by (1 + weight), as the Gemma family does
-    block_norms: str = "pre"  # a key of BLOCK_NORMS
-    final_norm: bool = True  # False: the last state is the last block's output (encoders cut off early)
-    embed_scale: float | None = None  # factor on the embeddings, rounded to the dtype of the computation
-    attention_bias: bool = False  # biases of q, k and v, and of o unless `o_proj_bias` says otherwise
-    o_proj_bias: bool | None = None
-    mlp_bias: bool = False
-    fused_gate_up: bool = False  # one `gate_up_proj`, gate first
-    qk_norm: bool = False  # RMS norm of every head's q and k before RoPE
-    causal: bool = True
-    query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
-    attn_logit_softcapping: float | None = None  # scores become cap * tanh(scores / cap)
-    sliding_window: int | None = None  # used by layers of type "sliding_attention"
-    layer_types: Sequence[str] | None = None  # per layer "full_attention" or "sliding_attention"; None: all full
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None  # None or {"rope_type": "llama3", ...}
-    partial_rotary_factor: float = 1.0  # the leading part of a head that RoPE turns
-    rope_interleaved: bool = False  # pairs (0, 1), (2, 3), ... instead of (0, half), (1, half + 1), ...
-    no_rope_layers: Sequence[int] | None = None  # per layer 1 (RoPE) or 0 (none); None: RoPE in all
-
-    def __post_init__(self) -> None:
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
-        if heads % kv_heads:
-            raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-        if self.head_dim is None and self.hidden_size % heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} does not divide into {heads} heads: give head_dim explicitly"
-            )
-        for name, known in (("block_norms", BLOCK_NORMS), ("hidden_act", ACTIVATIONS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; known are {', '.join(known)}")
-        for name in ("layer_types", "no_rope_layers"):
-            per_layer = getattr(self, name)
-            if per_layer is not None and len(per_layer) < self.num_hidden_layers:
-                raise ValueError(f"{name} has {len(per_layer)} entries for {self.num_hidden_layers} layers")
-        if self.rope_scaling and self.rope_scaling.get("rope_type", "default") not in ("default", "llama3"):
-            raise ValueError(f"rope_scaling {self.rope_scaling!r} is unknown; known is rope_type 'llama3'")
+from .language_model_config import BLOCK_NORMS, CONFIG_FIELDS, LanguageModelConfig
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -202,6 +129,9 @@ class LanguageModel(torch.nn.Module):
 
     def __init__(self, *, device=None, dtype=None, operations=torch.nn, **config):
         super().__init__()
+        unknown = sorted(config.keys() - CONFIG_FIELDS)
+        if unknown:
+            raise ValueError(f"LanguageModel has no option {', '.join(unknown)}; LanguageModelConfig lists them")
         c = self.config = LanguageModelConfig(**config)
         factory = {"device": device, "dtype": dtype}
 

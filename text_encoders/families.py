@@ -1,0 +1,248 @@
+"""The families of text encoders this package knows: which file is which, and what its shapes can't tell.
+
+Everything here works on `{key: shape}`, as read from a safetensors header, imports no torch, and never raises on a
+foreign file.
+
+Facts: key names and constants from the published configurations as `transformers` 5.24 has them (its configuration
+classes default to Qwen3-8B, T5Gemma-2B, Gemma-2-9B, GLM-4-9B), and for GLM-4-9B in CogView4 from its trainers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .language_model_config import from_hugging_face
+
+Shapes = Mapping[str, tuple[int, ...]]
+Config = dict[str, Any]
+
+EMBEDDING = "embed_tokens.weight"
+# What files put before the bare layout: Hugging Face's own nesting, and the component names of all-in-one files.
+PREFIX = re.compile(
+    r"(?:text_encoders?\.)?(?:transformer\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?(?:encoder\.)?"
+)
+# Keys of a file that are no weights of the language model, after the prefix or beside it.
+IGNORED = re.compile(
+    r"(?:^|\.)(?:lm_head\.|visual\.|multi_modal_projector\.|vision_tower\.)|rotary_emb\.inv_freq$"
+    r"|^(?:tokenizer_json|tokenizer_config|spiece_model|text_encoder_config)$"
+)
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """One family. `detect(shapes, prefix)` gives the module's constructor arguments, or None for a foreign file."""
+
+    name: str
+    title: str
+    detect: Callable[[Shapes, str], Config | None]
+    module: str = ".text_encoders.language_model:LanguageModel"  # relative to the package
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")  # dtypes of computation that are safe, best first
+
+
+def _layer_count(shapes: Shapes, prefix: str) -> int:
+    count = 0
+    while f"{prefix}layers.{count}.self_attn.q_proj.weight" in shapes:
+        count += 1
+    return count
+
+
+def _sizes(shapes: Shapes, prefix: str, head_dim: int | None) -> Config | None:
+    """The sizes any family has. Only first dimensions are read: quantized formats pack the second."""
+    layer = f"{prefix}layers.0."
+    fused = layer + "mlp.gate_up_proj.weight" in shapes
+    embedding, norm = shapes.get(prefix + EMBEDDING), shapes.get(prefix + "norm.weight")
+    q, k = shapes.get(layer + "self_attn.q_proj.weight"), shapes.get(layer + "self_attn.k_proj.weight")
+    gate = shapes.get(layer + ("mlp.gate_up_proj.weight" if fused else "mlp.gate_proj.weight"))
+    if not (embedding and norm and q and k and gate and head_dim):
+        return None
+    if q[0] % head_dim or k[0] % head_dim or not k[0] or (q[0] % k[0]):
+        return None
+    return {
+        "vocab_size": embedding[0],
+        "hidden_size": norm[0],
+        "intermediate_size": gate[0] // 2 if fused else gate[0],
+        "num_hidden_layers": _layer_count(shapes, prefix),
+        "num_attention_heads": q[0] // head_dim,
+        "num_key_value_heads": k[0] // head_dim,
+        "head_dim": head_dim,
+        "attention_bias": layer + "self_attn.q_proj.bias" in shapes,
+    }
+
+
+def _qwen3(shapes: Shapes, prefix: str, rope_theta: float) -> Config | None:
+    layer = f"{prefix}layers.0."
+    q_norm = shapes.get(layer + "self_attn.q_norm.weight")
+    if q_norm is None or layer + "pre_feedforward_layernorm.weight" in shapes or layer + "mlp.gate.weight" in shapes:
+        return None  # those are Gemma 3 and the mixture-of-experts variant
+    sizes = _sizes(shapes, prefix, q_norm[0])
+    return sizes and {**sizes, "qk_norm": True, "rope_theta": rope_theta}
+
+
+def detect_qwen3(shapes: Shapes, prefix: str = "") -> Config | None:
+    """Qwen3 dense, any size. Keys and sizes equal Qwen3-VL's; a vision tower or `language_model.` means that one."""
+    return None if _is_vision_language(shapes, prefix) else _qwen3(shapes, prefix, 1_000_000.0)
+
+
+def detect_qwen3_vl(shapes: Shapes, prefix: str = "") -> Config | None:
+    """The text tower of Qwen3-VL. Its M-RoPE is ordinary RoPE for text, with its own theta."""
+    return _qwen3(shapes, prefix, 5_000_000.0)
+
+
+def _is_vision_language(shapes: Shapes, prefix: str) -> bool:
+    return "language_model." in prefix or any("visual." in key for key in shapes)
+
+
+def _gemma2_constants(sizes: Config, query_pre_attn_scalar: float) -> Config:
+    return {
+        **sizes,
+        "hidden_act": "gelu_pytorch_tanh",
+        "rms_norm_offset": True,
+        "embed_scale": sizes["hidden_size"] ** 0.5,
+        "query_pre_attn_scalar": query_pre_attn_scalar,
+        "attn_logit_softcapping": 50.0,
+        "sliding_window": 4096,
+        "layer_types": _alternating(sizes["num_hidden_layers"]),
+    }
+
+
+def _alternating(layers: int) -> list[str]:
+    return [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+
+
+# Head sizes that no shape tells, by hidden size: T5Gemma base and 2B / 9B; Gemma 2 2B, 9B, 27B (with its own scale).
+_T5GEMMA_HEAD_DIM = {768: 64, 2304: 256, 3584: 256}
+_GEMMA2_HEAD_DIM_AND_SCALAR = {2304: (256, 256), 3584: (256, 256), 4608: (128, 144)}
+
+
+def detect_t5gemma(shapes: Shapes, prefix: str = "") -> Config | None:
+    """The encoder half of T5Gemma: bidirectional, four norms per block under names of its own."""
+    layer, width = f"{prefix}layers.0.", shapes.get(prefix + "norm.weight", (0,))[0]
+    if layer + "pre_self_attn_layernorm.weight" not in shapes or layer + "cross_attn.q_proj.weight" in shapes:
+        return None
+    head_dim = _T5GEMMA_HEAD_DIM.get(width)
+    sizes = _sizes(shapes, prefix, head_dim)
+    return sizes and {**_gemma2_constants(sizes, head_dim), "block_norms": "t5gemma", "causal": False}
+
+
+def detect_gemma2(shapes: Shapes, prefix: str = "") -> Config | None:
+    """Gemma 2. Gemma 3 has the same block and norms on q and k besides."""
+    layer, width = f"{prefix}layers.0.", shapes.get(prefix + "norm.weight", (0,))[0]
+    if (
+        layer + "input_layernorm.weight" not in shapes
+        or layer + "pre_feedforward_layernorm.weight" not in shapes
+        or layer + "self_attn.q_norm.weight" in shapes
+    ):
+        return None
+    head_dim, scalar = _GEMMA2_HEAD_DIM_AND_SCALAR.get(width, (None, None))
+    sizes = _sizes(shapes, prefix, head_dim)
+    return sizes and {**_gemma2_constants(sizes, scalar), "block_norms": "gemma2"}
+
+
+def detect_glm4(shapes: Shapes, prefix: str = "") -> Config | None:
+    """GLM-4-9B (`GlmModel`), told from other fused-MLP models by its vocabulary."""
+    layer = f"{prefix}layers.0."
+    if shapes.get(prefix + EMBEDDING, (0,))[0] != 151552 or layer + "mlp.gate_up_proj.weight" not in shapes:
+        return None
+    sizes = _sizes(shapes, prefix, 128)
+    if sizes is None:
+        return None
+    four_norms = layer + "post_self_attn_layernorm.weight" in shapes  # GLM-4-0414
+    return {
+        **sizes,
+        "block_norms": "glm4" if four_norms else "pre",
+        "rms_norm_eps": 1e-5 if four_norms else 1.5625e-07,
+        "o_proj_bias": False,
+        "fused_gate_up": True,
+        "partial_rotary_factor": 0.5,
+        "rope_interleaved": True,
+    }
+
+
+TEXT_ENCODERS: tuple[TextEncoder, ...] = (
+    TextEncoder("qwen3_vl", "Qwen3-VL text tower", detect_qwen3_vl),
+    TextEncoder("qwen3", "Qwen3", detect_qwen3),
+    TextEncoder("t5gemma", "T5Gemma encoder", detect_t5gemma),
+    TextEncoder("gemma2", "Gemma 2", detect_gemma2),
+    TextEncoder("glm4", "GLM-4", detect_glm4),
+)
+
+
+def text_encoder(name: str) -> TextEncoder:
+    """The family called `name`; ValueError that lists the known ones otherwise."""
+    for family in TEXT_ENCODERS:
+        if family.name == name:
+            return family
+    raise ValueError(f"text encoder {name!r} is unknown; known are {', '.join(f.name for f in TEXT_ENCODERS)}")
+
+
+def find_text_encoder(
+    shapes: Shapes, metadata: Mapping[str, str] | None = None
+) -> list[tuple[TextEncoder, str, Config]]:
+    """Which text encoder a file holds: (family, prefix of its keys, constructor arguments), best match first.
+
+    Qwen3 and Qwen3-VL can share every key and size; then both are returned, the one the file's other evidence speaks
+    for first (28 layers of width 2048 without any: Qwen3-VL-2B, the encoder of PRXPixel), and the caller's own
+    knowledge decides. A `config` entry in the header, {"text_encoder": {"family": ..., ...}}, wins over all of it.
+    """
+    given = header_config(metadata)
+    family_name = given.pop("family", None)
+    found: list[tuple[TextEncoder, str, Config]] = []
+    for prefix in sorted({key[: -len(EMBEDDING)] for key in shapes if key.endswith(EMBEDDING)}):
+        if not PREFIX.fullmatch(prefix):
+            continue
+        for family in TEXT_ENCODERS:
+            if family_name == family.name:
+                config = {**(_detect(family, shapes, prefix) or {}), **given}
+                if config.keys() >= REQUIRED:
+                    found.append((family, prefix, config))
+            elif family_name is None:
+                config = _detect(family, shapes, prefix)
+                if config is not None:
+                    found.append((family, prefix, {**config, **given}))
+    return sorted(found, key=lambda match: _less_likely(shapes, *match))
+
+
+REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+
+
+def _detect(family: TextEncoder, shapes: Shapes, prefix: str) -> Config | None:
+    try:
+        return family.detect(shapes, prefix)
+    except (IndexError, TypeError, ZeroDivisionError):  # a scalar or empty tensor under a known name: not this family
+        return None
+
+
+def _less_likely(shapes: Shapes, family: TextEncoder, prefix: str, config: Config) -> bool:
+    if family.name != "qwen3_vl" or _is_vision_language(shapes, prefix):
+        return False
+    return (config["num_hidden_layers"], config["hidden_size"]) != (28, 2048)
+
+
+def header_config(metadata: Mapping[str, str] | None) -> Config:
+    """The text encoder's part of a safetensors header's `config` entry; {} if there is none that can be read.
+
+    Constructor arguments and `family`, or a published config.json as it is (it has a `model_type`).
+    """
+    try:
+        part = json.loads((metadata or {}).get("config") or "{}")["text_encoder"]
+        if "model_type" in part:
+            family, config = from_hugging_face(part)
+            return {"family": family, **config}
+        return dict(part)
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def module_keys(keys: Iterable[str], prefix: str) -> dict[str, str]:
+    """{key in the file: key in the module} for the weights under `prefix`.
+
+    Left out are the language model's head, a vision tower, RoPE tables and tokenizers. Unknown keys under the prefix
+    stay in, for a strict loader to complain about.
+    """
+    return {
+        key: key[len(prefix) :] for key in keys if key.startswith(prefix) and not IGNORED.search(key[len(prefix) :])
+    }
