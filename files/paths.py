@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import OutputError, UnsafePath
 
-__all__ = ["contained", "refuse_same_file"]
+__all__ = ["contained", "refuse_same_file", "safe_parts", "same_file"]
 
 # Windows gives these names to devices, with any extension, in any folder.
 _DEVICES = frozenset(
@@ -18,12 +18,11 @@ _DEVICES = frozenset(
 )
 
 
-def contained(root: str | os.PathLike, relative: str | os.PathLike) -> Path:
-    """``root / relative`` with every symlink resolved, refused unless it stays inside ``root``.
+def safe_parts(relative: str | os.PathLike, root: str | os.PathLike) -> list[str]:
+    """The folders and file name of a relative path; ``\\`` separates as ``/`` does.
 
-    ``relative`` comes from a workflow, a file or a text field: ``\\`` separates as ``/`` does, and what would be
-    dangerous on any operating system is refused on all of them, so that a graph means the same everywhere.
-    Raises UnsafePath.
+    What would be dangerous on any operating system is refused on all of them, so that a graph means the same
+    everywhere. Raises UnsafePath (``root`` is only named in the message).
     """
     text = os.fspath(relative)
     if not text.strip():
@@ -42,10 +41,19 @@ def contained(root: str | os.PathLike, relative: str | os.PathLike) -> Path:
             raise UnsafePath(text, f"{part!r} is the name of a device on Windows")
     if not parts:
         raise UnsafePath(text, "names no file")
+    return parts
+
+
+def contained(root: str | os.PathLike, relative: str | os.PathLike) -> Path:
+    """``root / relative`` with every symlink resolved, refused unless it stays inside ``root``. Raises UnsafePath.
+
+    ``relative`` is what a workflow, a file or a text field holds; see `safe_parts` for what it may be.
+    """
+    parts = safe_parts(relative, root)
     base = Path(os.path.realpath(root))
     target = Path(os.path.realpath(base.joinpath(*parts)))
     if base != target and base not in target.parents:
-        raise UnsafePath(text, f"a link on the way leads out of {os.fspath(root)}")
+        raise UnsafePath(os.fspath(relative), f"a link on the way leads out of {os.fspath(root)}")
     return target
 
 

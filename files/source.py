@@ -18,7 +18,7 @@ import torch
 from .dtypes import ELEMENT_BITS, torch_dtype
 from .errors import DamagedFile, FileError, NotSafetensors
 from .header import Header, TensorInfo, parse_json_object, read_header
-from .paths import contained
+from .paths import safe_parts
 
 __all__ = ["Source", "open_source"]
 
@@ -231,8 +231,7 @@ def _indexed(index: Path) -> list[Header]:
     headers = []
     for name in dict.fromkeys(weight_map.values()):
         # Hugging Face's cache keeps each shard as a link to a blob elsewhere: only the name itself is checked.
-        contained(os.devnull + ".d", name)
-        shard = index.parent / name
+        shard = index.parent.joinpath(*safe_parts(name, index.parent))
         if not shard.exists():
             raise FileError(index, f"names the shard {name}, which is not beside it; get the missing file")
         headers.append(read_header(shard))
