@@ -136,7 +136,7 @@ def modules(root: Path) -> list[Module]:
 
 
 def wrong_arrows(root: Path) -> list[str]:
-    """Imports that point up, across, or to a package the part has no right to: one sentence each, with file and line."""
+    """Imports that point up, across, or to a package the part has no right to: a sentence each, with file and line."""
     problems = []
     for module in modules(root):
         part = module.part
