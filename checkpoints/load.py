@@ -19,6 +19,8 @@ from ..text_encoders.families import TextEncoder, find_text_encoder, module_keys
 from ..text_encoders.tokenizer import Tokenizer
 from .kinds import DIFFUSION_MODEL, TEXT_ENCODER, kind_of, wrong_slot
 
+# Tensors (uint8) that hold a tokenizer inside a checkpoint.
+TOKENIZER_KEYS = ("tokenizer_json", "tokenizer_config", "spiece_model")
 # The keys named in an error message; the rest is counted.
 SHOWN = 5
 
@@ -102,7 +104,20 @@ def load_text_encoder(
         names = module_keys(source, prefix)
         module = _build(cls, {**arguments, **(config or {})}, source, names, dtype, operations)
         fill(module, source, names, dtype=dtype, device=device, progress=progress)
-        return LoadedTextEncoder(source.path, encoder, module, Tokenizer.for_checkpoint(source, tokenizer))
+        return LoadedTextEncoder(source.path, encoder, module, _tokenizer(source, prefix, module, tokenizer))
+
+
+def _tokenizer(source: Source, prefix: str, module: torch.nn.Module, given: str | os.PathLike | None) -> Tokenizer:
+    """From ``given``, from the checkpoint's own tensors, or from files beside it."""
+    if given is not None:
+        tokenizer = Tokenizer.from_path(given)
+        if tokenizer is None:
+            raise FileError(os.fspath(given), "holds no tokenizer.json, tokenizer.model or spiece.model")
+    else:
+        tensors = {key: source.read(key) for key in source if key.rpartition(".")[2] in TOKENIZER_KEYS}
+        tokenizer = Tokenizer.find(tensors, source.path, prefix)
+    tokenizer.check_vocabulary(module.config.vocab_size, source.path)
+    return tokenizer
 
 
 def _unknown_encoder(found: list, family: str | None) -> str:
