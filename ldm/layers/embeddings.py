@@ -67,3 +67,13 @@ def rotate_pairs(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     cos, sin = rope[:, None, :, 0], rope[:, None, :, 1]
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def rotate_halves(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotate channel i with channel i + D / 2 ("split-half" rotary embedding), in float32.
+
+    x: [..., L, H, D] (heads after positions); rope: [L, D // 2, 2], cosine and sine. Returns x's shape and dtype.
+    """
+    cos, sin = rope[:, None, :, 0], rope[:, None, :, 1]
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
