@@ -115,6 +115,15 @@ class SafetensorsWriter:
         row = info.nbytes // info.shape[0] if info.shape[0] else 0
         self.write_bytes(name, tensor_bytes(rows.cpu()), start * row)
 
+    def replace_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Rewrite the header with other metadata of exactly the same encoded length (checksums known only at the end)."""
+        entries = [(info.name, info.dtype, info.shape) for info in self.tensors.values()]
+        head, _ = encode_header(entries, metadata)
+        if len(head) != len(self._head):
+            raise ValueError(f"the new header takes {len(head)} bytes, reserved were {len(self._head)}")
+        self._file.write_at(0, head)
+        self._head = head
+
     def write_bytes(self, name: str, data: memoryview | bytes, offset: int = 0) -> None:
         """Write stored bytes of ``name`` at ``offset`` within it."""
         info = self.tensors[name]

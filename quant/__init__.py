@@ -1,0 +1,1 @@
+"""The comfy_quant format: describe, read, write, decide, measure. See docs/quantization.md."""

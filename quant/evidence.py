@@ -1,0 +1,472 @@
+"""Decides how one layer is stored from what its file holds: dtypes, shapes, sibling scales, and the notes about it.
+
+Types and shapes can't lie (the bytes are there), notes can. So the stored tensors choose the family of formats, and a
+note chooses among what they leave open. The one thing that neither shows is whether int8 codes were rotated: there
+the note is all there is, and without one the layer is undecidable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..files import TensorInfo
+from .formats import FORMATS, Recipe, possible_groups, round_up
+from .layer import Layer
+
+__all__ = ["Evidence", "Unsettled", "settle"]
+
+_FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
+_SCALES = frozenset({"F32", "F16", "BF16", "F64"})
+_FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_BYTES = frozenset({"U8", "I8"})
+
+
+class Unsettled(ValueError):
+    """``kind`` as in Problem; ``conflict``: our own record contradicts the marker, a checksum can settle it."""
+
+    def __init__(self, kind: str, message: str, *, conflict: bool = False):
+        super().__init__(message)
+        self.kind = kind
+        self.conflict = conflict
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a file says about one layer, weights unread.
+
+    ``infos`` canonical suffix -> TensorInfo; ``marker`` parsed (None: none, or an empty one; ``has_marker`` tells);
+    ``header`` its entry of ``_quantization_metadata``; ``record`` our own; ``legacy_length`` elements of the
+    ``scaled_fp8`` tensor above it; ``overruled``: the marker given is the record's, proven by checksum.
+    """
+
+    name: str
+    infos: Mapping[str, TensorInfo]
+    bias: TensorInfo | None = None
+    has_marker: bool = False
+    marker: dict[str, Any] | None = None
+    header: dict[str, Any] | None = None
+    record: dict[str, Any] | None = None
+    legacy_length: int | None = None
+    spelled_legacy: bool = False
+    overruled: bool = False
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A marker, read leniently: switches at the top level or under "params"."""
+
+    format: str | None = None
+    convrot: bool | None = None
+    convrot_groupsize: int | None = None
+    group_size: int | None = None
+    linear_dtype: str | None = None
+    full_precision: bool = False
+    experts: int | None = None
+
+
+def _read_claim(marker: Mapping[str, Any] | None) -> _Claim | None:
+    if marker is None:
+        return None
+    params = marker.get("params")
+    merged = {**params, **marker} if isinstance(params, Mapping) else dict(marker)
+    name = merged.get("format")
+    if name is not None and not isinstance(name, str):
+        raise Unsettled("damaged", f"its marker's format is {name!r}, expected a name")
+    return _Claim(
+        name,
+        _switch(merged, "convrot", bool),
+        _switch(merged, "convrot_groupsize", int),
+        _switch(merged, "group_size", int),
+        _switch(merged, "linear_dtype", str),
+        bool(_switch(merged, "full_precision_matrix_mult", bool)),
+        _switch(merged, "num_experts", int),
+    )
+
+
+def _switch(marker: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = marker.get(key)
+    if value is None:
+        return None
+    if type(value) is not kind:
+        raise Unsettled("damaged", f"its marker says {key}={value!r}, expected a {kind.__name__}")
+    return value
+
+
+def settle(evidence: Evidence) -> Layer | None:
+    """The layer's normal form, or None when it is not quantized. Raises Unsettled."""
+    weight = evidence.infos.get("weight")
+    marker, header = _read_claim(evidence.marker), _read_claim(evidence.header)
+    if weight is None:
+        if marker is not None or header is not None:
+            raise Unsettled("damaged", "it has a marker but no weight: part of the file is missing")
+        return None
+    if marker is not None and header is not None and _differ(marker, header):
+        raise Unsettled(
+            "undecidable", f"its marker {evidence.marker} and the file's header {evidence.header} contradict each other"
+        )
+    claim = marker or header
+    if weight.dtype in _FLOATS:
+        return _plain(evidence, claim)
+    if weight.dtype not in (*_FP8, *_BYTES):
+        if claim is not None:
+            raise Unsettled("unsupported", f"its weight is {weight.dtype}, which no ComfyUI format uses")
+        return None
+    if len(weight.shape) < 2 or 0 in weight.shape:
+        return _cast(evidence) if weight.dtype in _FP8 and "weight_scale" not in evidence.infos else _unscaled(evidence)
+    _refuse_foreign(evidence, claim)
+    layer = _by_tensors(evidence, claim)
+    if layer is None:
+        return None
+    layer = _with_notes(evidence, claim, layer)
+    _check_against_record(evidence, layer)
+    return layer
+
+
+def _differ(first: _Claim, second: _Claim) -> bool:
+    if first.format and second.format and first.format != second.format:
+        return True
+    return _rotation(first) != _rotation(second) if "int8_tensorwise" in (first.format, second.format) else False
+
+
+def _rotation(claim: _Claim) -> int | None:
+    return (claim.convrot_groupsize or 256) if claim.convrot else None
+
+
+def _plain(evidence: Evidence, claim: _Claim | None) -> None:
+    """A float weight is not quantized, whatever a marker says; a scale beside a claimed one is a contradiction."""
+    if claim is not None and claim.format and "weight_scale" in evidence.infos:
+        raise Unsettled(
+            "undecidable",
+            f"its marker says {claim.format} but its weight is {evidence.infos['weight'].dtype} with a weight_scale "
+            "beside it: whether the scale is still to be applied can't be seen. Get the original file",
+        )
+    return None
+
+
+def _unscaled(evidence: Evidence) -> None:
+    weight = evidence.infos["weight"]
+    if "weight_scale" in evidence.infos or evidence.marker is not None:
+        raise Unsettled("damaged", f"a weight of shape {list(weight.shape)} can't be quantized")
+    return None
+
+
+def _refuse_foreign(evidence: Evidence, claim: _Claim | None) -> None:
+    """Formats of other libraries that look alike but are not read by ComfyUI."""
+    infos = evidence.infos
+    if "weight_correction" in infos:
+        raise Unsettled(
+            "unsupported",
+            "it has a weight_correction (the asymmetric kind of asym_w4a8_int8), which ComfyUI ignores: its weights "
+            "would be 40% off. Quantize the original again",
+        )
+    if "weight_scale_inv" in infos:
+        raise Unsettled(
+            "unsupported",
+            "it is block-wise fp8 (weight_scale_inv), which ComfyUI does not read. Start from the original",
+        )
+    if claim is not None and claim.format is not None and claim.format not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise Unsettled(
+            "unsupported",
+            f"its format {claim.format!r} is not one that ComfyUI reads ({known}). Convert the original model instead",
+        )
+    scale = infos.get("weight_scale")
+    if scale is not None and scale.dtype not in (*_SCALES, *_FP8, "F8_E8M0", "U8"):
+        raise Unsettled("damaged", f"its weight_scale is {scale.dtype}, expected a float")
+    weight = infos["weight"]
+    blocks = scale is not None and scale.dtype in _SCALES and len(scale.shape) >= 2 and scale.numel > 1
+    if blocks and len(scale.shape) == len(weight.shape) and scale.shape[-1] > 1 and scale.shape[-2] > 1:
+        raise Unsettled(
+            "unsupported",
+            f"its weight_scale {list(scale.shape)} holds one scale per block of {weight.dtype} {list(weight.shape)}, "
+            "a block-wise format that ComfyUI does not read. Dequantize it with its author's tool, then quantize",
+        )
+
+
+def _by_tensors(evidence: Evidence, claim: _Claim | None) -> Layer | None:
+    infos, weight = evidence.infos, evidence.infos["weight"]
+    if "weight_s_rel" in infos or "weight_s_channel" in infos:
+        return _w4a8(evidence, claim)
+    if "weight_scale_2" in infos:
+        return _nvfp4(evidence, claim)
+    if weight.dtype in _FP8:
+        return _fp8(evidence, claim, _FP8[weight.dtype])
+    if weight.dtype == "U8":
+        if claim is not None and claim.format in _FP8.values() and "weight_scale" in infos:
+            return _fp8(evidence, claim, claim.format, notes=("float8 bytes stored as uint8",))
+        if claim is not None and claim.format == "mxfp8" and "weight_scale" in infos:
+            return _fp8(evidence, claim, "float8_e4m3fn", notes=("float8 bytes stored as uint8",))
+        if claim is None and "weight_scale" not in infos:
+            return None
+        said = f"a marker for {claim.format}" if claim is not None and claim.format else "no usable marker"
+        raise Unsettled(
+            "undecidable" if claim is None else "damaged",
+            f"uint8 weight {list(weight.shape)} with {said} and the tensors {', '.join(sorted(infos))}: "
+            "no ComfyUI format looks like this",
+        )
+    return _int8(evidence, claim)
+
+
+def _layer(evidence: Evidence, recipe: Recipe, shape: tuple[int, ...], **extra: Any) -> Layer:
+    keys = {role: info.name for role, info in evidence.infos.items()}
+    leftovers = (f"{evidence.name}.comfy_quant",) if evidence.has_marker else ()
+    return Layer(evidence.name, recipe, shape, keys, leftovers=leftovers, **extra)
+
+
+def _cast(evidence: Evidence) -> Layer:
+    weight = evidence.infos["weight"]
+    return _layer(evidence, Recipe(_FP8[weight.dtype]), weight.shape, dialect="cast")
+
+
+def _is_blocked(scale: TensorInfo, rows: int, columns: int, block: int, lead: tuple[int, ...]) -> bool:
+    grid = (round_up(rows, 128), round_up(columns // block, 4))
+    return columns % block == 0 and (scale.shape == (*lead, *grid) or scale.numel == _product(lead) * grid[0] * grid[1])
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def _fp8(evidence: Evidence, claim: _Claim | None, name: str, notes: tuple[str, ...] = ()) -> Layer:
+    weight, scale = evidence.infos["weight"], evidence.infos.get("weight_scale")
+    if scale is None:
+        if claim is not None and claim.format:
+            raise Unsettled("damaged", f"its marker says {claim.format} but its weight_scale is missing")
+        return _cast(evidence)
+    lead, (rows, columns) = weight.shape[:-2], weight.shape[-2:]
+    if scale.dtype in ("F8_E8M0", "U8"):
+        if name == "float8_e4m3fn" and _is_blocked(scale, rows, columns, 32, lead):
+            if scale.dtype == "U8":
+                notes += ("block scales stored as uint8",)
+            return _layer(evidence, Recipe("mxfp8"), weight.shape, exact=False, notes=notes)
+        raise Unsettled(
+            "damaged",
+            f"its {scale.dtype} weight_scale {list(scale.shape)} does not fit the weight {weight.dtype} "
+            f"{list(weight.shape)} in any format",
+        )
+    experts = _product(lead)
+    per_expert = len(weight.shape) == 3 and scale.numel == experts
+    per_row = len(weight.shape) == 2 and scale.numel == rows and scale.numel > 1
+    if scale.numel != 1 and not per_expert and not per_row:
+        raise Unsettled(
+            "damaged",
+            f"its weight_scale has {scale.numel} elements ({list(scale.shape)}); a {name} weight {list(weight.shape)} "
+            f"needs 1{f', {experts} (one per expert)' if len(weight.shape) == 3 else f' (or {rows}, one per row)'}",
+        )
+    recipe = Recipe(name)
+    if per_row:
+        # ComfyUI dequantizes it right, but its fast product raises on such a scale.
+        recipe = replace(recipe, full_precision=True)
+        notes += ("one scale per row: only usable with full precision products",)
+    return _layer(evidence, recipe, weight.shape, notes=notes)
+
+
+def _nvfp4(evidence: Evidence, claim: _Claim | None) -> Layer:
+    infos = evidence.infos
+    weight, scale, second = infos["weight"], infos.get("weight_scale"), infos["weight_scale_2"]
+    lead, (rows, packed) = weight.shape[:-2], weight.shape[-2:]
+    if scale is None:
+        raise Unsettled("damaged", "it has a weight_scale_2 (nvfp4) but its weight_scale is missing")
+    fits = (
+        weight.dtype in _BYTES and scale.dtype in ("F8_E4M3", "U8") and _is_blocked(scale, rows, packed * 2, 16, lead)
+    )
+    if not fits or second.numel != _product(lead) or second.dtype not in _SCALES:
+        raise Unsettled(
+            "damaged",
+            f"weight {weight.dtype} {list(weight.shape)}, weight_scale {scale.dtype} {list(scale.shape)} and "
+            f"weight_scale_2 {list(second.shape)} do not fit together as nvfp4",
+        )
+    quantizer = infos.get("pre_quant_scale")
+    if quantizer is not None and quantizer.numel > packed * 2:
+        raise Unsettled("damaged", f"its pre_quant_scale {list(quantizer.shape)} does not fit {packed * 2} columns")
+    notes = ("block scales stored as uint8",) if scale.dtype == "U8" else ()
+    shape = (*lead, rows, packed * 2)
+    return _layer(evidence, Recipe("nvfp4"), shape, exact=False, notes=notes)
+
+
+def _w4a8(evidence: Evidence, claim: _Claim | None) -> Layer:
+    infos = evidence.infos
+    weight, relative, channel = infos["weight"], infos.get("weight_s_rel"), infos.get("weight_s_channel")
+    if relative is None or channel is None:
+        missing = "weight_s_rel" if relative is None else "weight_s_channel"
+        raise Unsettled("damaged", f"it looks like asym_w4a8_int8 but its {missing} is missing")
+    if len(weight.shape) != 2 or len(relative.shape) != 2:
+        raise Unsettled("unsupported", f"asym_w4a8_int8 weights are 2-D, this one is {list(weight.shape)}")
+    rows, columns = weight.shape[0], weight.shape[1] * 2
+    groups = relative.shape[1]
+    if groups and weight.shape[1] * 4 % 3 == 0 and claim is not None and claim.group_size:
+        six_bit = weight.shape[1] * 4 // 3
+        if columns != groups * claim.group_size and six_bit == groups * claim.group_size:
+            raise Unsettled(
+                "unsupported", "it holds 6-bit codes, which the supported ComfyUI versions do not read. Use 4 bits"
+            )
+    if (
+        weight.dtype not in _BYTES
+        or not groups
+        or columns % groups
+        or relative.shape[0] != rows
+        or channel.numel != rows
+    ):
+        raise Unsettled(
+            "damaged",
+            f"weight {weight.dtype} {list(weight.shape)}, weight_s_rel {list(relative.shape)} and weight_s_channel "
+            f"{list(channel.shape)} do not fit together as asym_w4a8_int8",
+        )
+    group_size = columns // groups
+    notes: tuple[str, ...] = ()
+    if claim is None or claim.convrot_groupsize is None:
+        if claim is None or claim.format is None:
+            raise Unsettled("undecidable", _no_rotation_note("asym_w4a8_int8", columns))
+        notes += ("rotation group not noted: the default, 256",)
+    if claim is not None and claim.group_size not in (None, group_size):
+        notes += (f"group size {group_size} by its tensors, {claim.group_size} by its marker",)
+    recipe = Recipe(
+        "asym_w4a8_int8",
+        convrot_groupsize=(claim and claim.convrot_groupsize) or 256,
+        group_size=group_size,
+        codebook="weight_codebook" in infos,
+    )
+    return _checked(evidence, recipe, (rows, columns), notes)
+
+
+def _int8(evidence: Evidence, claim: _Claim | None) -> Layer | None:
+    weight, scale = evidence.infos["weight"], evidence.infos.get("weight_scale")
+    if scale is None:
+        if claim is not None and claim.format:
+            raise Unsettled("damaged", f"its marker says {claim.format} but its weight_scale is missing")
+        if evidence.has_marker:
+            raise Unsettled("damaged", "its weight is int8 but its marker is empty and it has no scale")
+        return None
+    if scale.dtype not in _SCALES:
+        raise Unsettled("damaged", f"its weight_scale is {scale.dtype}, an int8 weight needs a float scale")
+    lead, (rows, stored) = weight.shape[:-2], weight.shape[-2:]
+    experts = _product(lead)
+    if claim is not None and claim.format == "convrot_w4a4":
+        return _w4a4(evidence, claim, scale, (*lead, rows, stored * 2))
+    row_scales = scale.numel == experts * rows and (scale.numel > experts or scale.shape[-1:] == (1,))
+    if scale.numel != experts and scale.numel != 1 and not row_scales:
+        raise Unsettled(
+            "damaged",
+            f"its weight_scale has {scale.numel} elements ({list(scale.shape)}); an int8 weight {list(weight.shape)} "
+            f"needs 1 or {experts * rows} (one per row)",
+        )
+    if row_scales and rows == 1 and len(scale.shape) < 2 and not (claim and claim.convrot):
+        row_scales = False
+    notes: tuple[str, ...] = ()
+    if claim is not None and claim.format not in (None, "int8_tensorwise"):
+        notes += (f"its tensors are int8 with a scale, its marker says {claim.format}",)
+    group = _int8_rotation(evidence, claim, row_scales, stored)
+    if group is not None and not row_scales:
+        raise Unsettled("damaged", "its marker says it is rotated, but a rotated int8 weight has one scale per row")
+    if claim is not None and claim.convrot and claim.convrot_groupsize is None:
+        notes += ("rotation group not noted: the default, 256",)
+    recipe = Recipe("int8_tensorwise", row_scales=row_scales, convrot_groupsize=group)
+    return _checked(evidence, recipe, weight.shape, notes)
+
+
+def _int8_rotation(evidence: Evidence, claim: _Claim | None, row_scales: bool, columns: int) -> int | None:
+    """The rotation's group or None; raises Unsettled where nothing in the file says."""
+    if claim is not None and claim.format in (None, "int8_tensorwise") and claim != _Claim():
+        return _rotation(claim)
+    if not row_scales or not possible_groups(columns):
+        return None  # a rotated weight has one scale per row, and a group divides the columns
+    raise Unsettled("undecidable", _no_rotation_note("int8", columns))
+
+
+def _no_rotation_note(kind: str, columns: int) -> str:
+    groups = ", ".join(str(group) for group in possible_groups(columns))
+    return (
+        f"its {kind} codes may or may not be rotated (groups that fit {columns} columns: {groups}), and no usable "
+        "marker says so. Run repair with --original and the unquantized model"
+    )
+
+
+def _w4a4(evidence: Evidence, claim: _Claim, scale: TensorInfo, shape: tuple[int, ...]) -> Layer:
+    rows = _product(shape[:-1])
+    if scale.numel != rows:
+        raise Unsettled(
+            "damaged", f"its weight_scale has {scale.numel} elements, convrot_w4a4 needs {rows} (one per row)"
+        )
+    notes = ("rotation group not noted: the default, 256",) if claim.convrot_groupsize is None else ()
+    recipe = Recipe("convrot_w4a4", convrot_groupsize=claim.convrot_groupsize or 256, linear_dtype=claim.linear_dtype)
+    return _checked(evidence, recipe, shape, notes)
+
+
+def _checked(evidence: Evidence, recipe: Recipe, shape: tuple[int, ...], notes: tuple[str, ...]) -> Layer:
+    """Refuses switches that the shape makes impossible."""
+    problem = FORMATS[recipe.format].constraint(shape[-2:], recipe)
+    if problem is not None:
+        groups = ", ".join(str(group) for group in possible_groups(shape[-1])) or "none"
+        raise Unsettled("undecidable", f"its marker can't be right: {problem}. Groups that fit: {groups}")
+    return _layer(evidence, recipe, shape, notes=notes)
+
+
+def _with_notes(evidence: Evidence, claim: _Claim | None, layer: Layer) -> Layer:
+    """Adds dialect, switches and the remarks that hold for every format."""
+    if layer.dialect == "cast":
+        return layer
+    notes, recipe = list(layer.notes), layer.recipe
+    dialect = "comfy_quant" if evidence.marker is not None else "header" if evidence.header is not None else "scales"
+    if dialect == "scales" and (evidence.legacy_length is not None or evidence.spelled_legacy):
+        dialect = "legacy"
+        if evidence.legacy_length == 2:
+            recipe = replace(recipe, full_precision=True)
+    if claim is not None:
+        if claim.full_precision:
+            recipe = replace(recipe, full_precision=True)
+        if claim.format is None:
+            notes.append("its marker names no format; dtype and scales do")
+        elif claim.format != recipe.format and not any("its marker says" in note for note in notes):
+            notes.append(f"its tensors are {recipe.format}, its marker says {claim.format}")
+        if len(layer.shape) == 3 and claim.experts not in (None, layer.shape[0]):
+            raise Unsettled("damaged", f"its marker says {claim.experts} experts, its weight has {layer.shape[0]}")
+    if evidence.overruled:
+        notes.append("its marker was changed after it was written: our record of these bytes was used")
+    shape, exact = _logical_shape(evidence, layer)
+    scale = evidence.infos.get("weight_scale")
+    if scale is not None:
+        expected = FORMATS[recipe.format].entries(shape, recipe)["weight_scale"]
+        if (scale.dtype, scale.shape) != expected and not any("uint8" in note for note in notes):
+            notes.append(
+                f"weight_scale is {scale.dtype} {list(scale.shape)}, ComfyUI writes {expected[0]} {list(expected[1])}"
+            )
+    return replace(layer, recipe=recipe, dialect=dialect, shape=shape, exact=exact, notes=tuple(notes))
+
+
+def _logical_shape(evidence: Evidence, layer: Layer) -> tuple[tuple[int, ...], bool]:
+    """Undoes padding where our record or the bias says how much there is."""
+    padding = FORMATS[layer.recipe.format].padding
+    if padding == 1:
+        return layer.shape, True
+    if evidence.record is not None:
+        shape = tuple(evidence.record["shape"])
+        rounded = (*shape[:-2], *(round_up(size, padding) for size in shape[-2:]))
+        if len(shape) == len(layer.shape) and rounded == layer.shape:
+            return shape, True
+    rows, columns = layer.shape[-2:]
+    bias = evidence.bias
+    if bias is not None and bias.shape and round_up(bias.shape[-1], padding) == rows:
+        rows = bias.shape[-1]
+    quantizer = evidence.infos.get("pre_quant_scale")
+    if quantizer is not None and round_up(quantizer.numel, padding) == columns:
+        return (*layer.shape[:-2], rows, quantizer.numel), True
+    return (*layer.shape[:-2], rows, columns), False
+
+
+def _check_against_record(evidence: Evidence, layer: Layer) -> None:
+    if evidence.record is None or evidence.overruled:
+        return
+    recorded = _read_claim(evidence.record["marker"])
+    now = _read_claim(layer.marker())
+    if recorded.format != now.format or recorded.convrot_groupsize != now.convrot_groupsize:
+        raise Unsettled(
+            "undecidable",
+            f"its marker says {evidence.marker}, but the header's record of when it was quantized says "
+            f"{evidence.record['marker']}",
+            conflict=True,
+        )
