@@ -26,13 +26,13 @@ SEPARATE = LAYERS[5]
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "nodes", "execution"}
 BASE = {"torch", "safetensors", "numpy", "comfy_kitchen"}
 # Present in ComfyUI or named in an extra, but slow or optional: only inside the function that needs them.
-LAZY = {"text_encoders": {"tokenizers", "sentencepiece", "ftfy"}}
+LAZY = {"text_encoders": {"tokenizers", "sentencepiece", "ftfy"}, "engine": {"diffusers", "transformers", "torchsde"}}
 THIRD_PARTY = {
     **{part: BASE for parts in LAYERS[:5] for part in parts},
     "text_encoders": BASE | LAZY["text_encoders"],
     "nodes": BASE,
     "bridge": BASE | COMFYUI | {"PIL"},
-    "engine": BASE | {"diffusers", "transformers", "tokenizers", "PIL", "tqdm"},
+    "engine": BASE | LAZY["engine"] | {"PIL", "tqdm"},
     "parity": BASE,
     "cli": {"tqdm"},
     "__init__": set(),
