@@ -1,0 +1,1 @@
+"""Sana, SANA-1.5 and SANA-Sprint."""
