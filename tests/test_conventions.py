@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +93,14 @@ def test_extras_state_minimums_and_pin_nothing(pyproject: dict[str, Any]):
 
     assert "torch>=2.4" in extras["standalone"]
     assert [requirement for extra in extras.values() for requirement in extra if "==" in requirement] == []
+
+
+def test_the_registry_finds_nothing_to_warn_of():
+    """The very rules that `comfy node validate` (comfy-cli 1.23) runs: exec, eval, several statements on a line."""
+    command = [sys.executable, "-m", "ruff", "check", ".", "-q", "--no-cache", "--select", "S102,S307,E702"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
 
 
 # example_workflows/, as the template browser lists it and as the headless engine runs it
