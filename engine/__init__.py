@@ -1,0 +1,117 @@
+"""The embedded engine: runs workflows with pip packages alone. ``nativedit.run`` is ``run`` of this package."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+__all__ = ["RunResult", "run"]
+
+SEED_INPUTS = ("seed", "noise_seed")
+LARGEST_RANDOM_SEED = 2**53 - 1  # exact in the JSON of every browser
+
+# The host is one for the process, so runs in threads wait for each other.
+_running = threading.RLock()
+_cache: Any = None
+
+
+@dataclass
+class RunResult:
+    """What a run made. Times in seconds; ids are the workflow's.
+
+    pictures: files, in the order in which they were saved; outputs: node id -> what the node gave, by position;
+    ui: node id -> what an output node reports, as ComfyUI's history has it; seeds: node id -> seed used;
+    cached: ids of nodes that were not run again because nothing they depend on changed; prompt: the workflow as run.
+    """
+
+    pictures: list[Path] = field(default_factory=list)
+    outputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    ui: dict[str, Any] = field(default_factory=dict)
+    seeds: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    cached: list[str] = field(default_factory=list)
+    prompt: dict[str, Any] = field(default_factory=dict)
+
+
+def run(
+    workflow: str | os.PathLike | Mapping[str, Any],
+    *,
+    models_dir: str | os.PathLike | Iterable[str | os.PathLike] | None = None,
+    output_dir: str | os.PathLike = "output",
+    engine: str = "embedded",
+    input_dir: str | os.PathLike | None = None,
+    values: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    progress: bool | None = None,
+) -> RunResult:
+    """Runs a workflow (a path, JSON text or a dict) and saves its pictures under ``output_dir``.
+
+    models_dir: one or several folders in the layout of ComfyUI's models/; the pack's demo files are always found.
+    engine: "embedded", or the address of a running ComfyUI. input_dir: where LoadImage looks (default: the workflow's
+    folder). values: {"NODE.INPUT": value} set before the run, NODE being an id, a title or a class. seed: for every
+    seed in the graph; a seed of -1 is drawn. progress: show it on standard error; None = if that is a terminal.
+
+    Raises WorkflowError (nothing was loaded yet), NodeError (names the node), FileNotFoundError.
+    """
+    from .graph import read_workflow
+    from .overrides import apply_values, settle_seeds
+
+    graph = read_workflow(workflow)
+    apply_values(graph, values or {})
+    seeds = settle_seeds(graph, seed, lambda: random.SystemRandom().randint(0, LARGEST_RANDOM_SEED))
+    if engine != "embedded":
+        from .remote import run_on_server
+
+        result = run_on_server(graph, engine, Path(output_dir), progress=progress)
+    else:
+        if input_dir is None and not isinstance(workflow, Mapping) and os.path.exists(workflow):
+            input_dir = Path(workflow).parent
+        result = _run_embedded(graph, models_dir, Path(output_dir), Path(input_dir or "input"), progress)
+    result.seeds = seeds
+    result.prompt = graph.prompt()
+    return result
+
+
+def _run_embedded(graph: Graph, models_dir: Any, output_dir: Path, input_dir: Path, progress: bool | None) -> RunResult:
+    global _cache
+    from .. import host as hosts
+    from .declare import node_classes
+    from .execute import Cache, Execution
+    from .host import EngineHost
+    from .model_folders import ModelFolders
+    from .progress import Progress
+    from .validate import validate
+
+    shown = Progress.for_terminal()
+    if progress is not None:
+        shown = Progress(lines=progress, bars=progress and shown.bars)
+    elif not shown.bars:
+        shown = Progress()
+    host = EngineHost(ModelFolders(models_dir), output_dir, input_dir, progress=shown)
+    with _running:
+        before = hosts._current
+        hosts.set_host(host)
+        try:
+            classes = node_classes()
+            order, schemas = validate(graph, classes, host.folders)
+            _cache = _cache or Cache()
+            execution = Execution(graph, order, schemas, classes, host, _cache)
+            execution.run()
+        finally:
+            hosts.set_host(before)
+    result = RunResult(seconds=execution.seconds, cached=execution.cached)
+    for node_id, outcome in execution.outcomes.items():
+        result.outputs[node_id] = outcome.values
+        if outcome.ui is not None:
+            result.ui[node_id] = outcome.ui
+            pictures = outcome.ui.get("images", ())
+            result.pictures += [host.path_of(picture) for picture in pictures if picture["type"] == "output"]
+    return result

@@ -1,0 +1,157 @@
+"""The Host that runs without ComfyUI."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoints.load import load_diffusion_model, load_text_encoder, recognise
+from ..files.errors import FileError
+from ..files.source import open_source
+from ..host import AS_STORED, AUTO
+from ..latent_formats import get_latent_format
+from ..ldm.layers.operations import CastOps
+from ..supported_models import Architecture, architectures, get_architecture
+from ..text_encoders.families import find_text_encoder
+from .autoencoder import PIXEL_SPACE, PixelSpace
+from .clip import Clip
+from .flow import FlowSampling
+from .model_folders import FileList, ModelFolders
+from .objects import VAE, Model
+from .progress import Progress
+
+__all__ = ["EngineHost"]
+
+
+@dataclass
+class EngineHost:
+    """One run's surroundings: where models are, where pictures go and come from, what computes."""
+
+    folders: ModelFolders
+    output_dir: Path
+    input_dir: Path
+    device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    progress: Progress = field(default_factory=Progress)
+    name: str = "engine"
+
+    def list_files(self, folder: str) -> FileList:
+        return self.folders.list(folder)
+
+    def path_of(self, picture: dict[str, str]) -> Path:
+        """The file behind a node's description of a picture it saved."""
+        folder = self.output_dir if picture["type"] == "output" else self.temp_dir
+        return folder / picture["subfolder"] / picture["filename"]
+
+    @property
+    def temp_dir(self) -> Path:
+        """Where previews go."""
+        return self.output_dir / "temp"
+
+    def load_diffusion_model(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Model:
+        path = self.folders.path("diffusion_models", file)
+        wanted = None if architecture == AUTO else architecture
+        with open_source(path, component="transformer") as source:
+            card = recognise(source, architecture=wanted).architecture
+            nbytes = sum(info.nbytes for info in source.tensors.values())
+        dtype = self._storage(nbytes) if precision == AS_STORED else precision
+        with self.progress.bar(nbytes, f"load {Path(file).name}", unit="B") as bar:
+            module = load_diffusion_model(
+                path, architecture=card.name, dtype=dtype, device=self.device, operations=CastOps, progress=bar.to
+            )
+        return Model(
+            file=file,
+            module=module,
+            architecture=card,
+            latent=get_latent_format(card.latent_format),
+            sampling=FlowSampling.of_card(card.sampling),
+            device=self.device,
+            dtype=self.computation(card.dtypes),
+        )
+
+    def load_text_encoder(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Clip:
+        path = self.folders.path("text_encoders", file)
+        card, family = self._text_encoder_of(path, architecture)
+        with self.progress.bar(path.stat().st_size if path.is_file() else 0, f"load {Path(file).name}", "B") as bar:
+            encoder = load_text_encoder(
+                path,
+                family=family,
+                dtype=None if precision == AS_STORED else precision,
+                device=self.device,
+                operations=CastOps,
+                progress=bar.to,
+            )
+        return Clip(encoder, card, self.device)
+
+    def load_vae(self, file: str) -> VAE:
+        if file == PIXEL_SPACE:
+            return PixelSpace()
+        raise ValueError(f"{file}: autoencoders other than {PIXEL_SPACE} are not supported yet")
+
+    def empty_latent(self, model: Model, *, width: int, height: int, batch_size: int) -> dict[str, Any]:
+        defaults, latent = model.architecture.defaults, model.latent
+        width, height = width or defaults.width, height or defaults.height
+        check_size(model, width, height)
+        size = (height // latent.compression, width // latent.compression)
+        return {
+            "samples": torch.zeros(batch_size, latent.channels, *size),
+            "downscale_ratio_spacial": latent.compression,
+        }
+
+    def computation(self, safe: tuple[str, ...]) -> torch.dtype:
+        """The dtype to compute in: float32 on a CPU, else the best of those that are safe for the model."""
+        if self.device.type == "cpu":
+            return torch.float32
+        return getattr(torch, safe[0])
+
+    def _storage(self, nbytes: int) -> torch.dtype | None:
+        """Weights as stored (None), or widened once to what a CPU computes in when memory allows it: widening them at
+        every use gives the same numbers and takes longer."""
+        if self.device.type != "cpu" or 2 * nbytes > _free_memory() // 2:
+            return None
+        return torch.float32
+
+    def _text_encoder_of(self, path: Path, architecture: str) -> tuple[Architecture, str | None]:
+        """Whose prompts the file encodes, and which family it then is. Raises FileError, ValueError."""
+        with open_source(path, component="text_encoder") as source:
+            shapes, metadata = source.shapes(), source.metadata
+        families = [family.name for family, _, _ in find_text_encoder(shapes, metadata)]
+        named = metadata.get("nativedit.architecture") if architecture == AUTO else architecture
+        if named is not None:
+            card = get_architecture(named)
+            fits = [name for name in families if name in card.text_encoders]
+            # No family fits: loading then says what the file is instead.
+            return card, fits[0] if fits else card.text_encoders[0]
+        readers = [card for card in architectures() if card.prompt and set(card.text_encoders) & set(families)]
+        if len(readers) == 1:
+            return readers[0], next(name for name in families if name in readers[0].text_encoders)
+        if not families:
+            load_text_encoder(path)  # raises, and says what the file is instead
+        names = ", ".join(card.name for card in readers) or "none that is known"
+        raise FileError(path, f"several models read this text encoder ({names}); choose one in the input architecture")
+
+
+def check_size(model: Model, width: int, height: int) -> None:
+    """Raises ValueError that names the nearest good sizes."""
+    multiple = model.latent.compression * model.patch_size
+    if width % multiple or height % multiple:
+        good = [f"{_near(width, multiple, up)}x{_near(height, multiple, up)}" for up in (False, True)]
+        raise ValueError(
+            f"{width}x{height} does not fit {model.architecture.title}, whose sides are multiples of {multiple}; "
+            f"the nearest sizes are {' and '.join(dict.fromkeys(good))}"
+        )
+
+
+def _near(size: int, multiple: int, up: bool) -> int:
+    return max(multiple, -(-size // multiple) * multiple if up else size // multiple * multiple)
+
+
+def _free_memory() -> int:
+    """Bytes of memory that are free, 8 GiB where the system does not say."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 << 30

@@ -1,0 +1,59 @@
+"""Values set from outside before a run: ``--set NODE.INPUT=VALUE`` and seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from . import SEED_INPUTS
+from .errors import WorkflowError
+from .graph import Graph, Link, Node
+
+__all__ = ["apply_values", "settle_seeds"]
+
+
+def apply_values(graph: Graph, values: Mapping[str, Any]) -> None:
+    """Sets {"NODE.INPUT": value}. NODE: an id, else a title, else a class. Raises WorkflowError if it fits no node, or
+    several."""
+    problems = []
+    for target, value in values.items():
+        name, dot, key = target.rpartition(".")
+        nodes = _called(graph, name)
+        if not dot or not name or not key:
+            problems.append(f"{target!r} is not NODE.INPUT")
+        elif not nodes:
+            known = ", ".join(node.name for node in graph.nodes.values())
+            problems.append(f"{target!r}: there is no node {name!r}; the workflow has {known}")
+        elif len(nodes) > 1:
+            problems.append(f"{target!r}: several nodes are called {name!r}; use the id: {', '.join(n.id for n in nodes)}")
+        else:
+            nodes[0].inputs[key] = value
+    if problems:
+        raise WorkflowError(graph.source, problems)
+
+
+def _called(graph: Graph, name: str) -> list[Node]:
+    if name in graph.nodes:
+        return [graph.nodes[name]]
+    for attribute in ("title", "class_type"):
+        found = [node for node in graph.nodes.values() if getattr(node, attribute).lower() == name.lower()]
+        if found:
+            return found
+    return []
+
+
+def settle_seeds(graph: Graph, seed: int | None, draw: Callable[[], int]) -> dict[str, int]:
+    """Every seed in the graph becomes a number: ``seed`` if given, a drawn one for -1. Returns node id -> seed."""
+    settled = {}
+    for node in graph.nodes.values():
+        for key in SEED_INPUTS:
+            given = node.inputs.get(key)
+            if given is None or isinstance(given, (Link, bool)):
+                continue
+            if seed is not None:
+                node.inputs[key] = seed
+            elif given == -1 or given == "randomize":
+                node.inputs[key] = draw()
+            if isinstance(node.inputs[key], int):
+                settled[node.id] = node.inputs[key]
+    return settled

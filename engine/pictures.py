@@ -1,0 +1,130 @@
+"""Pictures on disk: PNG with the workflow inside, named and numbered as ComfyUI does it, never overwriting."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files.paths import contained
+
+__all__ = ["expand_prefix", "save_pictures"]
+
+# Letters of a %date:...% template, as ComfyUI's editor reads them.
+_DATE = {"yyyy": "%Y", "yy": "%y", "MM": "%m", "M": "%-m", "dd": "%d", "d": "%-d"}
+_DATE |= {"hh": "%H", "h": "%-H", "mm": "%M", "m": "%-M", "ss": "%S", "s": "%-S"}
+_CLOCK = {"year": "%Y", "month": "%m", "day": "%d", "hour": "%H", "minute": "%M", "second": "%S"}
+_ILLEGAL = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
+
+
+def expand_prefix(
+    prefix: str, *, width: int, height: int, prompt: Mapping[str, Any] | None = None, now: time.struct_time | None = None
+) -> str:
+    """Fills in %width%, %height%, %year%..., %date:yyyy-MM-dd% and %Node title.input%; anything else stays."""
+    now = now or time.localtime()
+
+    def clock(directive: str) -> str:
+        text = time.strftime(directive.replace("-", ""), now)
+        return text.lstrip("0") or "0" if "-" in directive else text
+
+    def value(match: re.Match) -> str:
+        name = match.group(1)
+        if name in ("width", "height"):
+            return str(width if name == "width" else height)
+        if name in _CLOCK:
+            return clock(_CLOCK[name])
+        if name.startswith("date:"):
+            return re.sub("yyyy|yy|MM?|dd?|hh?|mm?|ss?", lambda part: clock(_DATE[part.group()]), name[5:])
+        title, _, key = name.rpartition(".")
+        for node in (prompt or {}).values():
+            if title and title in (node.get("_meta", {}).get("title"), node["class_type"]):
+                found = node["inputs"].get(key)
+                if isinstance(found, (str, int, float)):
+                    return _ILLEGAL.sub("_", str(found))
+        return match.group()
+
+    return re.sub(r"%([^%]+)%", value, prefix)
+
+
+def save_pictures(
+    pictures: torch.Tensor,
+    folder: Path,
+    prefix: str,
+    prompt: Mapping[str, Any] | None = None,
+    extra_pnginfo: Mapping[str, Any] | None = None,
+    *,
+    kind: str = "output",
+    compress_level: int = 4,
+) -> list[dict[str, str]]:
+    """Writes pictures [B, H, W, 3] from 0 to 1; returns ComfyUI's description of each: filename, subfolder, type.
+
+    prefix: may hold subfolders and templates; one that leaves ``folder`` raises UnsafePath.
+    """
+    prefix = expand_prefix(prefix, width=pictures.shape[2], height=pictures.shape[1], prompt=prompt)
+    target = contained(folder, prefix)
+    base = Path(os.path.realpath(folder))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    counter = _next_number(target)
+    saved = []
+    for number, picture in enumerate(pictures):
+        stem = target.name.replace("%batch_num%", str(number))
+        data = png_bytes(picture, prompt, extra_pnginfo, compress_level)
+        counter, path = _write_new(target.parent, stem, counter, data)
+        counter += 1
+        subfolder = path.parent.relative_to(base).as_posix()
+        saved.append({"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": kind})
+    return saved
+
+
+def png_bytes(
+    picture: torch.Tensor, prompt: Mapping[str, Any] | None, extra: Mapping[str, Any] | None, compress_level: int = 4
+) -> bytes:
+    """[H, W, 3] from 0 to 1 as PNG, with a tEXt chunk "prompt" and one per entry of ``extra``, as ComfyUI writes."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    values = (picture.detach().cpu().float() * 255.0).clamp(0, 255).to(torch.uint8)
+    info = PngInfo()
+    if prompt is not None:
+        info.add_text("prompt", json.dumps(prompt))
+    for key, value in (extra or {}).items():
+        info.add_text(key, json.dumps(value))
+    buffer = io.BytesIO()
+    Image.fromarray(values.numpy()).save(buffer, "png", pnginfo=info, compress_level=compress_level)
+    return buffer.getvalue()
+
+
+def _next_number(target: Path) -> int:
+    """One more than the highest number of the files that start with this name: name_00007_.png."""
+    start = os.path.normcase(target.name) + "_"
+    numbers = [0]
+    for name in os.listdir(target.parent):
+        if os.path.normcase(name).startswith(start):
+            digits = re.match(r"\d+", name[len(start) :])
+            numbers.append(int(digits.group()) if digits else 0)
+    return max(numbers) + 1
+
+
+def _write_new(folder: Path, stem: str, counter: int, data: bytes) -> tuple[int, Path]:
+    """Takes the first free number from ``counter`` on; another process may be taking numbers at the same time."""
+    while True:
+        path = folder / f"{stem}_{counter:05}_.png"
+        try:
+            file = open(path, "xb")
+        except FileExistsError:
+            counter += 1
+            continue
+        try:
+            with file:
+                file.write(data)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return counter, path
