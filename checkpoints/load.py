@@ -14,7 +14,7 @@ import torch
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
 from ..files.source import Source, open_source
-from ..supported_models import Match, closest_architectures, find_architecture, import_dotted
+from ..supported_models import Match, Part, closest_architectures, find_architecture, import_dotted
 from ..text_encoders.families import TextEncoder, find_text_encoder, module_keys
 from ..text_encoders.tokenizer import Tokenizer
 from .kinds import DIFFUSION_MODEL, TEXT_ENCODER, kind_of, wrong_slot
@@ -70,7 +70,7 @@ def load_diffusion_model(
         match = recognise(source, architecture=architecture)
         cls = match.architecture.module_class()
         arguments = {**match.config, **_known_arguments(cls, source.config or {}), **(config or {})}
-        names = {key: renamed for key in source if (renamed := match.rename(key)) is not None}
+        names = {key: parts for key in source if (parts := match.parts(key))}
         module = _build(cls, arguments, source, names, dtype, operations)
         fill(module, source, names, dtype=dtype, device=device, keep=match.architecture.keep_float32, progress=progress)
     module.dtype = parse_dtype(dtype) if dtype is not None else _common_dtype(module)
@@ -143,24 +143,29 @@ def _build(cls, arguments, source, names, dtype, operations) -> torch.nn.Module:
 def fill(
     module: torch.nn.Module,
     source: Source,
-    names: Mapping[str, str],
+    names: Mapping[str, str | tuple[Part, ...]],
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     keep: Iterable[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Load ``names`` (key in the file -> key in the module) into a module built on meta; nothing may be missing."""
+    """Load ``names`` (key in the file -> key in the module, or the parts of it that are ours) into a module built on
+    meta; nothing may be missing."""
+    places = {key: (Part(name),) if isinstance(name, str) else name for key, name in names.items()}
     expected = {key: tuple(value.shape) for key, value in module.state_dict().items()}
-    check_keys(source.path, expected, {names[key]: source.tensors[key].shape for key in names})
+    found = {part.name: part.shape(source.tensors[key].shape) for key, parts in places.items() for part in parts}
+    check_keys(source.path, expected, found)
     target = None if dtype is None else parse_dtype(dtype)
     total, done, state = sum(source.tensors[key].nbytes for key in names), 0, {}
-    for key, name in names.items():
-        tensor = source.read(key)
-        if target is not None and tensor.is_floating_point():
-            kept = any(re.search(pattern, name) for pattern in keep)
-            tensor = tensor.to(torch.float32 if kept else target)
-        state[name] = tensor.to(device)
+    for key, parts in places.items():
+        whole = source.read(key)
+        for part in parts:
+            tensor = part.take(whole)
+            if target is not None and tensor.is_floating_point():
+                kept = any(re.search(pattern, part.name) for pattern in keep)
+                tensor = tensor.to(torch.float32 if kept else target)
+            state[part.name] = tensor.to(device)
         done += source.tensors[key].nbytes
         if progress is not None:
             progress(done, total)

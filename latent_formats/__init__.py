@@ -32,6 +32,8 @@ _FORMATS = (
     LatentFormat("rgb", channels=3, compression=1, rgb_factors=((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))),
     # FLUX.1's autoencoder: scaling_factor and shift_factor of its published config.json
     LatentFormat("flux", channels=16, compression=8, scale=0.3611, shift=0.1159, core="Flux"),
+    # CogView4's own autoencoder: scaling_factor 1, shift_factor 0 in its published config.json
+    LatentFormat("cogview4", channels=16, compression=8),
 )
 
 _BY_NAME = {latent.name: latent for latent in _FORMATS}

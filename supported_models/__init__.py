@@ -1,6 +1,6 @@
 """One file per architecture: its card. See docs/architecture.md, "The card"."""
 
-from ._architecture import Architecture, Defaults, KeyMap, Match, Sampling, Shapes, import_dotted
+from ._architecture import Architecture, Defaults, KeyMap, Match, Part, Sampling, Shapes, import_dotted
 from ._registry import (
     PREFIXES,
     architectures,
@@ -16,6 +16,7 @@ __all__ = [
     "Defaults",
     "KeyMap",
     "Match",
+    "Part",
     "Sampling",
     "Shapes",
     "architectures",

@@ -46,6 +46,10 @@ class Sampling:
     prediction: "velocity" (noise - data), "-velocity" (data - noise) or "x0".
     shift: static time shift; multiplier: the reference transformer's timestep is sigma * multiplier.
     x0_sigma_floor: for "x0", the reference's velocity is (x - x0) / max(sigma, floor).
+    shift_of_latent: dotted path of f(latent_height, latent_width) -> shift, for models whose shift follows the size of
+    the picture (``shift`` is then that of the default size).
+    timestep_before_shift: the transformer is given the time t before its shift, t * multiplier, where
+    sigma = shift * t / (1 + (shift - 1) * t).
     """
 
     prediction: str = "velocity"
@@ -53,6 +57,36 @@ class Sampling:
     multiplier: float = 1.0
     noise_scale: float = 1.0
     x0_sigma_floor: float = 0.0
+    shift_of_latent: str | None = None
+    timestep_before_shift: bool = False
+
+    def shift_for(self, latent_height: int, latent_width: int) -> float:
+        """The time shift for a latent of this size."""
+        if self.shift_of_latent is None:
+            return self.shift
+        return import_dotted(self.shift_of_latent)(latent_height, latent_width)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A weight of ours inside a tensor of another layout: the ``index``-th of ``count`` equal parts along the first
+    dimension, its two halves the other way round if ``swapped``."""
+
+    name: str
+    index: int = 0
+    count: int = 1
+    swapped: bool = False
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        shape = tuple(shape)
+        return (shape[0] // self.count, *shape[1:]) if self.count > 1 else shape
+
+    def take(self, tensor: Any) -> Any:
+        """The part, in memory of its own."""
+        if self.count > 1:
+            rows = tensor.shape[0] // self.count
+            tensor = tensor[self.index * rows : (self.index + 1) * rows].clone()
+        return tensor.roll(tensor.shape[0] // 2, 0) if self.swapped else tensor
 
 
 @dataclass(frozen=True)
@@ -60,12 +94,17 @@ class KeyMap:
     """Another key layout of the same weights: regular expressions from its keys to ours, first match wins.
 
     ``marker`` is a key that only this layout has (without prefix); ``prefixes`` are those it is published with.
+    ``fused``: keys, after the rules, whose tensor holds several of our weights in equal parts along the first
+    dimension, and what each part is called (replacements, first match wins). ``swapped``: our keys whose two halves
+    along the first dimension are the other way round.
     """
 
     name: str
     marker: str
     rules: tuple[tuple[str, str], ...]
     prefixes: tuple[str, ...] = ("",)
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    swapped: tuple[str, ...] = ()
 
     def rename(self, key: str) -> str:
         for pattern, replacement in self.rules:
@@ -73,6 +112,22 @@ class KeyMap:
             if count:
                 return renamed
         return key
+
+    def parts(self, key: str) -> tuple[Part, ...]:
+        """What of ours a tensor of this layout holds: one weight, or several."""
+        renamed = self.rename(key)
+        for pattern, replacements in self.fused:
+            if re.search(pattern, renamed):
+                names = [re.sub(pattern, replacement, renamed, count=1) for replacement in replacements]
+                return tuple(Part(name, i, len(names), self._swaps(name)) for i, name in enumerate(names))
+        return (Part(renamed, swapped=self._swaps(renamed)),)
+
+    def shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+        """Our keys and shapes of a file in this layout."""
+        return {part.name: part.shape(shape) for key, shape in shapes.items() for part in self.parts(key)}
+
+    def _swaps(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.swapped)
 
 
 @dataclass(frozen=True)
@@ -91,6 +146,13 @@ class Match:
             return None
         key = key[len(self.prefix) :]
         return self.layout.rename(key) if self.layout else key
+
+    def parts(self, key: str) -> tuple[Part, ...]:
+        """Our module's weights that a tensor of the file holds; none for a key outside the prefix."""
+        if not key.startswith(self.prefix):
+            return ()
+        key = key[len(self.prefix) :]
+        return self.layout.parts(key) if self.layout else (Part(key),)
 
 
 def _strip(shapes: Shapes, prefix: str) -> Shapes:
@@ -152,7 +214,7 @@ class Architecture:
                 for start in (prefix + inner for inner in layout.prefixes):
                     if start + layout.marker not in shapes:
                         continue
-                    renamed = {layout.rename(key): shape for key, shape in _strip(shapes, start).items()}
+                    renamed = layout.shapes(_strip(shapes, start))
                     if all(key in renamed for key in self.signature):
                         config = self.config_from_shapes(renamed)
                         if config is not None:
