@@ -23,7 +23,8 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # These never import each other: a node gets a Host, and each host is complete without the other.
 SEPARATE = LAYERS[5]
 
-COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "nodes", "execution"}
+COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version"}
+COMFYUI |= {"folder_paths", "server", "nodes", "execution"}
 BASE = {"torch", "safetensors", "numpy", "comfy_kitchen"}
 # Present in ComfyUI or named in an extra, but slow or optional: only inside the function that needs them.
 LAZY = {"text_encoders": {"tokenizers", "sentencepiece", "ftfy"}, "engine": {"diffusers", "transformers", "torchsde"}}
