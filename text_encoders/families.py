@@ -23,7 +23,7 @@ Config = dict[str, Any]
 EMBEDDING = "embed_tokens.weight"
 # What files put before the bare layout: Hugging Face's own nesting, and the component names of all-in-one files.
 PREFIX = re.compile(
-    r"(?:text_encoders?\.)?(?:transformer\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?(?:encoder\.)?"
+    r"(?:text_encoders?\.)?(?:(?:[a-z0-9_]+\.)?transformer\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?(?:encoder\.)?"
 )
 # Keys of a file that are no weights of the language model, after the prefix or beside it.
 IGNORED = re.compile(
@@ -50,24 +50,28 @@ def _layer_count(shapes: Shapes, prefix: str) -> int:
     return count
 
 
+def _rows(shapes: Shapes, key: str) -> int:
+    """The first dimension of a tensor; 0 if it is missing or has none."""
+    return (shapes.get(key) or (0,))[0]
+
+
 def _sizes(shapes: Shapes, prefix: str, head_dim: int | None) -> Config | None:
     """The sizes any family has. Only first dimensions are read: quantized formats pack the second."""
     layer = f"{prefix}layers.0."
-    fused = layer + "mlp.gate_up_proj.weight" in shapes
-    embedding, norm = shapes.get(prefix + EMBEDDING), shapes.get(prefix + "norm.weight")
-    q, k = shapes.get(layer + "self_attn.q_proj.weight"), shapes.get(layer + "self_attn.k_proj.weight")
-    gate = shapes.get(layer + ("mlp.gate_up_proj.weight" if fused else "mlp.gate_proj.weight"))
-    if not (embedding and norm and q and k and gate and head_dim):
+    vocabulary, width = _rows(shapes, prefix + EMBEDDING), _rows(shapes, prefix + "norm.weight")
+    q, k = _rows(shapes, layer + "self_attn.q_proj.weight"), _rows(shapes, layer + "self_attn.k_proj.weight")
+    inner = _rows(shapes, layer + "mlp.gate_up_proj.weight") // 2 or _rows(shapes, layer + "mlp.gate_proj.weight")
+    if not (vocabulary and width and q and k and inner and head_dim):
         return None
-    if q[0] % head_dim or k[0] % head_dim or not k[0] or (q[0] % k[0]):
+    if q % head_dim or k % head_dim or q % k:
         return None
     return {
-        "vocab_size": embedding[0],
-        "hidden_size": norm[0],
-        "intermediate_size": gate[0] // 2 if fused else gate[0],
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": inner,
         "num_hidden_layers": _layer_count(shapes, prefix),
-        "num_attention_heads": q[0] // head_dim,
-        "num_key_value_heads": k[0] // head_dim,
+        "num_attention_heads": q // head_dim,
+        "num_key_value_heads": k // head_dim,
         "head_dim": head_dim,
         "attention_bias": layer + "self_attn.q_proj.bias" in shapes,
     }
@@ -75,10 +79,9 @@ def _sizes(shapes: Shapes, prefix: str, head_dim: int | None) -> Config | None:
 
 def _qwen3(shapes: Shapes, prefix: str, rope_theta: float) -> Config | None:
     layer = f"{prefix}layers.0."
-    q_norm = shapes.get(layer + "self_attn.q_norm.weight")
-    if q_norm is None or layer + "pre_feedforward_layernorm.weight" in shapes or layer + "mlp.gate.weight" in shapes:
+    if layer + "pre_feedforward_layernorm.weight" in shapes or layer + "mlp.gate.weight" in shapes:
         return None  # those are Gemma 3 and the mixture-of-experts variant
-    sizes = _sizes(shapes, prefix, q_norm[0])
+    sizes = _sizes(shapes, prefix, _rows(shapes, layer + "self_attn.q_norm.weight"))
     return sizes and {**sizes, "qk_norm": True, "rope_theta": rope_theta}
 
 
@@ -120,7 +123,7 @@ _GEMMA2_HEAD_DIM_AND_SCALAR = {2304: (256, 256), 3584: (256, 256), 4608: (128, 1
 
 def detect_t5gemma(shapes: Shapes, prefix: str = "") -> Config | None:
     """The encoder half of T5Gemma: bidirectional, four norms per block under names of its own."""
-    layer, width = f"{prefix}layers.0.", shapes.get(prefix + "norm.weight", (0,))[0]
+    layer, width = f"{prefix}layers.0.", _rows(shapes, prefix + "norm.weight")
     if layer + "pre_self_attn_layernorm.weight" not in shapes or layer + "cross_attn.q_proj.weight" in shapes:
         return None
     head_dim = _T5GEMMA_HEAD_DIM.get(width)
@@ -130,7 +133,7 @@ def detect_t5gemma(shapes: Shapes, prefix: str = "") -> Config | None:
 
 def detect_gemma2(shapes: Shapes, prefix: str = "") -> Config | None:
     """Gemma 2. Gemma 3 has the same block and norms on q and k besides."""
-    layer, width = f"{prefix}layers.0.", shapes.get(prefix + "norm.weight", (0,))[0]
+    layer, width = f"{prefix}layers.0.", _rows(shapes, prefix + "norm.weight")
     if (
         layer + "input_layernorm.weight" not in shapes
         or layer + "pre_feedforward_layernorm.weight" not in shapes
@@ -145,7 +148,7 @@ def detect_gemma2(shapes: Shapes, prefix: str = "") -> Config | None:
 def detect_glm4(shapes: Shapes, prefix: str = "") -> Config | None:
     """GLM-4-9B (`GlmModel`), told from other fused-MLP models by its vocabulary."""
     layer = f"{prefix}layers.0."
-    if shapes.get(prefix + EMBEDDING, (0,))[0] != 151552 or layer + "mlp.gate_up_proj.weight" not in shapes:
+    if _rows(shapes, prefix + EMBEDDING) != 151552 or layer + "mlp.gate_up_proj.weight" not in shapes:
         return None
     sizes = _sizes(shapes, prefix, 128)
     if sizes is None:
@@ -196,24 +199,17 @@ def find_text_encoder(
             continue
         for family in TEXT_ENCODERS:
             if family_name == family.name:
-                config = {**(_detect(family, shapes, prefix) or {}), **given}
+                config = {**(family.detect(shapes, prefix) or {}), **given}
                 if config.keys() >= REQUIRED:
                     found.append((family, prefix, config))
             elif family_name is None:
-                config = _detect(family, shapes, prefix)
+                config = family.detect(shapes, prefix)
                 if config is not None:
                     found.append((family, prefix, {**config, **given}))
     return sorted(found, key=lambda match: _less_likely(shapes, *match))
 
 
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
-
-
-def _detect(family: TextEncoder, shapes: Shapes, prefix: str) -> Config | None:
-    try:
-        return family.detect(shapes, prefix)
-    except (IndexError, TypeError, ZeroDivisionError):  # a scalar or empty tensor under a known name: not this family
-        return None
 
 
 def _less_likely(shapes: Shapes, family: TextEncoder, prefix: str, config: Config) -> bool:

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from nativedit.ldm.layers.operations import CastOps
-from nativedit.text_encoders.language_model import LanguageModel, LanguageModelConfig
-from nativedit.text_encoders.language_model_config import from_hugging_face
 from support import rel_err
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+from nativedit.ldm.layers.operations import CastOps
+from nativedit.text_encoders.language_model import LanguageModel, LanguageModelConfig
+from nativedit.text_encoders.language_model_config import from_hugging_face
 
 SIZES = {
     "vocab_size": 97,

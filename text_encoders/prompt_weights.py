@@ -1,0 +1,100 @@
+"""Weights in a prompt: "a (red:1.3) cube", "(cube)", "[plain] \\(escaped\\)", as ComfyUI's users write them.
+
+The syntax is ComfyUI's (measured against its parser): a pair of parentheses multiplies by 1.1, "(text:1.3)" sets the
+weight, "\\(" and "\\)" are ordinary parentheses.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .prompt import Prompt, pad_prompt, prompt_text
+from .tokenizer import Tokenizer
+
+_OPEN, _CLOSE = "\0\2", "\0\1"  # escaped parentheses while the others are being read
+
+
+def parse_weights(text: str) -> list[tuple[str, float]]:
+    """The text in pieces with their weights; joined, the pieces are the prompt without its weight marks."""
+    text = text.replace("\\)", _CLOSE).replace("\\(", _OPEN)
+    pieces = [(piece.replace(_CLOSE, ")").replace(_OPEN, "("), weight) for piece, weight in _weighted(text, 1.0)]
+    return [(piece, weight) for piece, weight in pieces if piece]
+
+
+def _weighted(text: str, weight: float) -> list[tuple[str, float]]:
+    pieces = []
+    for group in _groups(text):
+        if len(group) < 2 or group[0] != "(" or group[-1] != ")":
+            pieces.append((group, weight))
+            continue
+        inner, inner_weight = group[1:-1], weight * 1.1
+        head, colon, tail = inner.rpartition(":")
+        if colon and head:
+            try:
+                inner, inner_weight = head, float(tail)
+            except ValueError:
+                inner = group[1:-1]  # the colon was punctuation
+        pieces += _weighted(inner, inner_weight)
+    return pieces
+
+
+def _groups(text: str) -> list[str]:
+    """Cut before and after every outermost pair of parentheses; what is never closed stays as it is."""
+    groups, current, depth = [], "", 0
+    for char in text:
+        if char == "(":
+            if depth == 0 and current:
+                groups.append(current)
+                current = ""
+            depth += 1
+            current += char
+        elif char == ")":
+            depth -= 1
+            current += char
+            if depth == 0:
+                groups.append(current)
+                current = ""
+        else:
+            current += char
+    return [*groups, current] if current else groups
+
+
+def weighted_tokens(tokenizer: Tokenizer, prompt: Prompt, pieces: list[tuple[str, float]]) -> list[tuple[int, float]]:
+    """Ids of the whole prompt with the weight of the piece that each comes from; template and padding weigh 1.
+
+    The prompt is tokenized as one text, so a weight does not change how words are cut; a token across the edge of two
+    pieces counts for the later one.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(prompt_text(prompt, text), bos=prompt.bos, eos=prompt.eos, max_length=prompt.max_length)
+
+    ids = encode("".join(piece for piece, _ in pieces))
+    weights = [1.0] * len(ids)
+    written = ""
+    for piece, weight in pieces:
+        start = _common(ids, encode(written)) if weight != 1.0 else 0
+        written += piece
+        if weight != 1.0:
+            for index in range(start, _common(ids, encode(written))):
+                weights[index] = weight
+    padded = pad_prompt(tokenizer, prompt, ids)
+    added = [1.0] * (len(padded) - len(ids))
+    return list(zip(padded, added + weights if prompt.padding_side == "left" else weights + added, strict=True))
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    count = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def apply_weights(states: torch.Tensor, neutral: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Move each token's state away from (weight > 1) or towards (< 1) that of a text that says nothing.
+
+    states, neutral: [B, L, C]; neutral: states of L padding tokens; weights: [L] or [B, L].
+    """
+    return neutral + (states - neutral) * weights.to(states)[..., None]
