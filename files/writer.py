@@ -116,7 +116,7 @@ class SafetensorsWriter:
         self.write_bytes(name, tensor_bytes(rows.cpu()), start * row)
 
     def replace_metadata(self, metadata: Mapping[str, str]) -> None:
-        """Rewrite the header with other metadata of exactly the same encoded length (checksums known only at the end)."""
+        """Rewrite the header with metadata of the same encoded length (checksums are known only at the end)."""
         entries = [(info.name, info.dtype, info.shape) for info in self.tensors.values()]
         head, _ = encode_header(entries, metadata)
         if len(head) != len(self._head):

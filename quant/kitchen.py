@@ -13,7 +13,15 @@ import torch
 
 from .formats import FORMATS, Recipe
 
-__all__ = ["as_quantized_tensor", "dequantize_matrix", "layout_of", "quantize_matrix", "scale_of", "tensor_scale"]
+__all__ = [
+    "as_quantized_tensor",
+    "dequantize_matrix",
+    "has_tensor_scale",
+    "layout_of",
+    "quantize_matrix",
+    "scale_of",
+    "tensor_scale",
+]
 
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
@@ -52,6 +60,11 @@ def tensor_scale(recipe: Recipe, amax: torch.Tensor) -> torch.Tensor | None:
     else:
         return None
     return scale.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def has_tensor_scale(recipe: Recipe) -> bool:
+    """Whether `tensor_scale` gives one for this recipe."""
+    return tensor_scale(recipe, torch.ones(())) is not None
 
 
 def quantize_matrix(

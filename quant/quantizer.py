@@ -1,0 +1,160 @@
+"""Quantizes one weight of any size, run by run, with the same bytes as in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..files import Source
+from .codebook import CodebookSampler
+from .errors import QuantError
+from .formats import FORMATS, Recipe
+from .kitchen import has_tensor_scale, quantize_matrix, tensor_scale
+from .layer import Layer, dequantize_rows
+from .markers import checksum
+from .stream import RowRun, Task, Writing, read_run, row_runs
+
+__all__ = ["Quantizer", "Rows", "compute_dtype"]
+
+# Weights quantized at once: bounds the temporaries, which are fp32 and several.
+_BATCH_CPU = 4 << 20
+_BATCH_DEVICE = 64 << 20
+
+
+def compute_dtype(stored: str) -> torch.dtype:
+    """Arithmetic in the weight's own dtype, as ComfyUI does it; fp16 is widened, its range is too small for scales."""
+    return torch.bfloat16 if stored in ("BF16", "F8_E4M3", "F8_E5M2") else torch.float32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The float rows of one weight, wherever they come from."""
+
+    source: Source
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantized: Layer | None = None
+
+    def load(self, run: RowRun) -> torch.Tensor:
+        if self.quantized is not None:
+            expert = run.expert if len(self.shape) == 3 else None
+            return dequantize_rows(self.source, self.quantized, run.start, run.stop, self.dtype, expert=expert)
+        return read_run(self.source, self.source.info(self.key), run)
+
+    def runs(self) -> list[RowRun]:
+        return row_runs(self.shape, self.shape[-1] * self.dtype.itemsize)
+
+
+class _Common:
+    """What all rows of one matrix share: gathered while looking, fixed at the first store.
+
+    One object per matrix: reading runs ahead, so the next matrix may be begun before this one is stored.
+    """
+
+    def __init__(self, recipe: Recipe, sampler: CodebookSampler | None):
+        self.recipe = recipe
+        self.sampler = sampler
+        self.peaks: list[torch.Tensor] = []
+        self._settled: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+
+    def settled(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(scale of the whole tensor, codebook), None where the format has none."""
+        if self._settled is None:
+            scale = tensor_scale(self.recipe, torch.stack(self.peaks).amax())
+            codebook = None if self.sampler is None else self.sampler.codebook().to(device)
+            self._settled = (scale, codebook)
+        return self._settled
+
+
+class Quantizer:
+    """Quantizes one weight and sends its tensors to the writer."""
+
+    def __init__(self, rows: Rows, layer: str, recipe: Recipe, device: torch.device, record: dict[str, Any]):
+        self.rows = rows
+        self.layer = layer
+        self.recipe = recipe
+        self.device = device
+        self.record = record
+        self.entries = FORMATS[recipe.format].entries(rows.shape, recipe)
+        self.matrix_entries = FORMATS[recipe.format].entries(rows.shape[-2:], recipe)
+        self._crc = 0
+
+    def step(self, writing: Writing) -> Iterator[Task]:
+        runs = self.rows.runs()
+        experts = self.rows.shape[0] if len(self.rows.shape) == 3 else 1
+        for expert in range(experts):
+            yield from self._matrix(writing, [run for run in runs if run.expert == expert])
+
+    def _matrix(self, writing: Writing, runs: list[RowRun]) -> Iterator[Task]:
+        """One matrix: in one pass when it is a single run or each row stands for itself, else in two."""
+        sampler = CodebookSampler(self.rows.shape[-2:], self.recipe) if self.recipe.codebook else None
+        common = _Common(self.recipe, sampler)
+        if len(runs) > 1 and (self.recipe.codebook or has_tensor_scale(self.recipe)):
+            for run in runs:
+                yield self._task(run, lambda run, weight: self._look(common, run, weight), counted=False)
+            for run in runs:
+                yield self._task(run, lambda run, weight: self._store(common, writing, run, weight))
+            return
+        for run in runs:
+            yield self._task(run, lambda run, weight: self._look_and_store(common, writing, run, weight))
+
+    def _task(self, run: RowRun, handle: Callable[[RowRun, torch.Tensor], None], counted: bool = True) -> Task:
+        count = (run.stop - run.start) * self.rows.shape[-1] * self.rows.dtype.itemsize
+        return Task(lambda: self.rows.load(run), lambda weight: handle(run, weight), count * counted, self.layer)
+
+    def _look(self, common: _Common, run: RowRun, weight: torch.Tensor) -> None:
+        common.peaks.append(self._peak(weight, run))
+        if common.sampler is not None:
+            for part, piece in self._batches(run, weight):
+                common.sampler.add(part, piece.cpu())
+
+    def _peak(self, weight: torch.Tensor, run: RowRun) -> torch.Tensor:
+        peak = weight.to(self.rows.dtype).abs().amax() if weight.numel() else torch.zeros((), dtype=self.rows.dtype)
+        if not torch.isfinite(peak):
+            where = "" if len(self.rows.shape) == 2 else f" of expert {run.expert}"
+            raise QuantError(
+                self.rows.source.where(self.rows.key),
+                f"layer {self.layer!r} has NaN or infinite weights in rows {run.start} to {run.stop - 1}{where}: "
+                "the file is broken. Get it again, or leave the layer out with --exclude",
+            )
+        return peak
+
+    def _look_and_store(self, common: _Common, writing: Writing, run: RowRun, weight: torch.Tensor) -> None:
+        self._look(common, run, weight)
+        self._store(common, writing, run, weight)
+
+    def _store(self, common: _Common, writing: Writing, run: RowRun, weight: torch.Tensor) -> None:
+        scale, codebook = common.settled(self.device)
+        for part, piece in self._batches(run, weight):
+            tensors = quantize_matrix(piece, self.recipe, scale=scale, codebook=codebook)
+            for suffix, tensor in tensors.items():
+                self._put(writing, suffix, part, tensor.cpu())
+
+    def _batches(self, run: RowRun, weight: torch.Tensor) -> Iterator[tuple[RowRun, torch.Tensor]]:
+        limit = _BATCH_CPU if self.device.type == "cpu" else _BATCH_DEVICE
+        step = max(128, limit // max(weight.shape[-1], 1) // 128 * 128)
+        for start in range(0, weight.shape[0], step):
+            piece = weight[start : start + step].to(self.device).to(self.rows.dtype)
+            yield RowRun(run.start + start, run.start + start + piece.shape[0], run.expert), piece
+
+    def _put(self, writing: Writing, suffix: str, run: RowRun, tensor: torch.Tensor) -> None:
+        name = f"{self.layer}.{suffix}"
+        shape = self.matrix_entries[suffix][1]
+        matrix_bytes = tensor.element_size()
+        for size in shape:
+            matrix_bytes *= size
+        offset = run.expert * matrix_bytes
+        by_rows = bool(shape) and suffix != "weight_codebook"
+        if by_rows:
+            offset += run.start * (matrix_bytes // shape[0])
+        elif run.start:
+            return
+        writing.put(name, tensor, offset, self._sum if suffix == "weight" else None)
+
+    def _sum(self, data: memoryview) -> None:
+        self._crc = checksum(data, self._crc)
+        self.record["crc32"] = f"{self._crc:08x}"
