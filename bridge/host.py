@@ -1,0 +1,115 @@
+"""ComfyUI as the Host of our nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import folder_paths
+import torch
+
+from ..checkpoints import load as checkpoints
+from ..checkpoints.kinds import DIFFUSION_MODEL, TEXT_ENCODER, kind_of, wrong_slot
+from ..files.dtypes import parse_dtype
+from ..files.errors import FileError
+from ..files.source import open_source
+from ..host import AS_STORED, AUTO
+from . import detection, text_encoders
+from .hooks import loading
+from .model import NativeDiTModel
+
+
+class ComfyUIHost:
+    """See ``host.Host``. MODEL, CLIP and LATENT are ComfyUI's own objects."""
+
+    name = "ComfyUI"
+
+    def list_files(self, folder: str) -> list[str]:
+        return folder_paths.get_filename_list(folder)
+
+    def load_diffusion_model(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
+        path = folder_paths.get_full_path_or_raise("diffusion_models", file)
+        wanted = None if architecture == AUTO else architecture
+        model = load_diffusion_model(path, wanted, _dtype(precision))
+        model.cached_patcher_init = (load_diffusion_model, (path, wanted, _dtype(precision)))
+        return model
+
+    def load_text_encoder(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
+        path = folder_paths.get_full_path_or_raise("text_encoders", file)
+        wanted = None if architecture == AUTO else architecture
+        clip = load_clip(path, wanted, _dtype(precision))
+        clip.patcher.cached_patcher_init = (_load_clip_patcher, (path, wanted, _dtype(precision)))
+        return clip
+
+    def empty_latent(self, model: Any, *, width: int, height: int, batch_size: int) -> dict[str, Any]:
+        latent = model.get_model_object("latent_format")
+        compression = getattr(latent, "spacial_downscale_ratio", 8)  # ComfyUI 0.8 has no such attribute
+        unit, size = compression, {"width": width, "height": height}
+        if isinstance(model.model, NativeDiTModel):
+            card = model.model.model_config.card
+            unit *= getattr(model.model.diffusion_model, "patch_size", 1)
+            if card.defaults is not None:
+                size = {"width": width or card.defaults.width, "height": height or card.defaults.height}
+        for name, value in size.items():
+            if value <= 0 or value % unit:
+                near = max(unit, round(value / unit) * unit)
+                raise ValueError(f"{name} {value} is not a multiple of {unit}, which this model needs; {near} is near")
+        shape = [batch_size, latent.latent_channels, size["height"] // compression, size["width"] // compression]
+        if latent.latent_dimensions == 3:
+            shape.insert(2, 1)
+        samples = torch.zeros(shape, device=comfy.model_management.intermediate_device())
+        return {"samples": samples, "downscale_ratio_spacial": compression}
+
+
+def _dtype(precision: str) -> torch.dtype | None:
+    return None if precision == AS_STORED else parse_dtype(precision)
+
+
+def load_diffusion_model(
+    path: str, architecture: str | None, dtype: torch.dtype | None, disable_dynamic: bool = False
+) -> Any:
+    """ComfyUI's ModelPatcher of a file, ours or core's. Raises FileError that says what the file is instead."""
+    with open_source(path) as source:
+        try:
+            checkpoints.recognise(source, architecture=architecture)
+        except FileError:
+            # A layout that no card knows may be one of ComfyUI's own.
+            if architecture is not None or kind_of(source.shapes()) is not DIFFUSION_MODEL:
+                raise
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    later = {"disable_dynamic": True} if disable_dynamic else {}  # unknown to ComfyUI 0.8, which never asks for it
+    with detection.only(architecture):
+        return comfy.sd.load_diffusion_model(path, model_options=options, **later)
+
+
+def load_clip(path: str, architecture: str | None, dtype: torch.dtype | None, disable_dynamic: bool = False) -> Any:
+    """ComfyUI's CLIP of a text encoder's file. Raises FileError that says what the file is instead."""
+    with open_source(path) as source:
+        kind = kind_of(source.shapes())
+    if kind is not TEXT_ENCODER:
+        raise FileError(path, wrong_slot(kind, TEXT_ENCODER))
+    state_dict, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
+    state_dict, metadata = comfy.utils.convert_old_quants(state_dict, model_prefix="", metadata=metadata)
+    with loading(path):
+        found = text_encoders.recognise(state_dict, metadata, architecture)
+        if found is None:
+            raise FileError(path, _no_use(architecture))
+        return text_encoders.build_clip(
+            state_dict,
+            found,
+            model_options={} if dtype is None else {"dtype": dtype},
+            embedding_directory=folder_paths.get_folder_paths("embeddings"),
+            **({"disable_dynamic": True} if disable_dynamic else {}),
+        )
+
+
+def _no_use(architecture: str | None) -> str:
+    if architecture is None:
+        return "is a text encoder that no model of NativeDiT uses; ComfyUI's own Load CLIP node may load it"
+    return f"is not a text encoder that {architecture} uses"
+
+
+def _load_clip_patcher(*args: Any, **kwargs: Any) -> Any:
+    return load_clip(*args, **kwargs).patcher

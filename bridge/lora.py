@@ -1,0 +1,104 @@
+"""LoRA files in every spelling that trainers use, and a clear word about those that do not fit."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import comfy.lora
+
+from .clip import TextEncoderModel
+from .hooks import wrap_once
+from .model import NativeDiTModel
+
+log = logging.getLogger(__name__)
+
+_SUFFIX = re.compile(
+    r"\.(?:lora_[AB](?:\.default)?\.weight|lora_(?:down|up|mid)\.weight|lora\.(?:down|up)\.weight|lora_linear_layer\."
+    r"(?:down|up)\.weight|alpha|dora_scale|hada_w[12](?:_[ab])?|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|oft_blocks|"
+    r"rescale|diff|diff_b|set_weight|w_norm|b_norm|reshape_weight|bias)$"
+)
+_TEXT_ENCODER = re.compile(r"^(?:lora_te\d?_|text_encoders?\.|te\d?\.)")
+
+
+class KeyMap(dict):
+    """ComfyUI's map from a LoRA's names to weights, known to hold names of ours. has: which parts it covers."""
+
+    def __init__(self, names: dict[str, Any]):
+        super().__init__(names)
+        self.parts: set[str] = getattr(names, "parts", set())
+
+
+def install() -> None:
+    wrap_once(comfy.lora, "model_lora_keys_unet", _unet_keys)
+    wrap_once(comfy.lora, "model_lora_keys_clip", _clip_keys)
+    wrap_once(comfy.lora, "load_lora", _load_lora)
+
+
+def _unet_keys(original: Callable[..., dict], model: Any, *args: Any, **kwargs: Any) -> dict:
+    names = original(model, *args, **kwargs)
+    if not isinstance(model, NativeDiTModel):
+        return names
+    names = KeyMap(names)
+    names.parts.add("diffusion model")
+    for key, target in _weights(model, "diffusion_model."):
+        flat = key.replace(".", "_")
+        for prefix in model.model_config.card.lora_prefixes:
+            names.setdefault(prefix + key, target)
+        for prefix in ("lora_unet_", "lora_transformer_", "lycoris_"):
+            names.setdefault(prefix + flat, target)
+        names.setdefault("base_model.model.transformer." + key, target)
+    return names
+
+
+def _clip_keys(original: Callable[..., dict], model: Any, *args: Any, **kwargs: Any) -> dict:
+    names = original(model, *args, **kwargs)
+    if not isinstance(model, TextEncoderModel):
+        return names
+    names = KeyMap(names)
+    names.parts.add("text encoder")
+    for key, target in _weights(model, model.prefix):
+        flat = key.replace(".", "_")
+        for prefix in ("text_encoder.", "text_encoder.model.", "text_encoders.", "text_encoders.model."):
+            names.setdefault(prefix + key, target)
+        for prefix in ("text_encoders.transformer.model.", "base_model.model.", "base_model.model.model."):
+            names.setdefault(prefix + key, target)
+        for prefix in ("lora_te_", "lora_te1_", "lora_te_model_", "lora_te1_model_"):
+            names.setdefault(prefix + flat, target)
+    return names
+
+
+def _weights(model: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """(layer's name, name of its weight in ComfyUI's model)"""
+    for key in model.state_dict():
+        if key.startswith(prefix) and key.endswith(".weight"):
+            yield key[len(prefix) : -len(".weight")], key
+
+
+def _load_lora(original: Callable[..., dict], lora: Any, to_load: Any, *args: Any, **kwargs: Any) -> dict:
+    patches = original(lora, to_load, *args, **kwargs)
+    if isinstance(to_load, KeyMap):
+        report_match(lora, to_load, to_load.parts)
+    return patches
+
+
+def report_match(lora: dict, names: dict, parts: set[str]) -> None:
+    """One line when a LoRA fits in part. Raises ValueError when less than half of it fits: it is for another model."""
+    layers = {_SUFFIX.sub("", key) for key in lora if _SUFFIX.search(key)}
+    if parts == {"diffusion model"}:  # loaded for the model only: its text encoder's layers are left out on purpose
+        layers = {layer for layer in layers if not _TEXT_ENCODER.match(layer)}
+    elif parts == {"text encoder"}:
+        layers = {layer for layer in layers if _TEXT_ENCODER.match(layer)}
+    left_over = sorted(layer for layer in layers if layer not in names)
+    if not left_over:
+        return
+    summary = f"{len(layers) - len(left_over)} of {len(layers)} layers of this LoRA applied"
+    some = ", ".join(left_over[:3]) + (", ..." if len(left_over) > 3 else "")
+    if 2 * len(left_over) > len(layers):
+        raise ValueError(
+            f"{summary}: it was made for another model, or saved in a layout that NativeDiT does not know. "
+            f"Not found in the {' and '.join(sorted(parts))}: {some}"
+        )
+    log.warning("NativeDiT: %s; not found in the %s: %s", summary, " and ".join(sorted(parts)), some)
