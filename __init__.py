@@ -43,5 +43,6 @@ def __dir__():
 async def comfy_entrypoint():
     """Called once by ComfyUI: registers the architectures and hands over the nodes."""
     from .bridge import extension
+    from .nodes import NODES
 
-    return extension()
+    return extension(NODES)
