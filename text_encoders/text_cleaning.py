@@ -9,21 +9,26 @@ The rules are facts about published pipelines; tests compare with diffusers' `Te
 
 from __future__ import annotations
 
+import functools
 import html
 import re
 import unicodedata
 from collections.abc import Callable
 from urllib.parse import unquote_plus
 
-try:
-    from ftfy import fix_text as _ftfy
-except ImportError:
-    _ftfy = None
+
+@functools.cache
+def _ftfy() -> Callable[[str], str] | None:
+    try:
+        from ftfy import fix_text as repair
+    except ImportError:  # ComfyUI does not install it
+        return None
+    return repair
 
 
 def fix_text(text: str) -> str:
     """`ftfy.fix_text` where ftfy is installed, else the part of it that needs no guessing (see `plain_fix_text`)."""
-    return plain_fix_text(text) if _ftfy is None else _ftfy(text)
+    return (_ftfy() or plain_fix_text)(text)
 
 
 _ENTITY = re.compile(r"&#?[0-9A-Za-z]{1,24};")

@@ -87,7 +87,7 @@ def test_repair_without_ftfy_equals_ftfy_on_every_entity_and_alphabet():
 @pytest.mark.parametrize("text", ORDINARY)
 def test_ordinary_prompts_are_cleaned_alike_without_ftfy(text: str, monkeypatch: pytest.MonkeyPatch):
     with_ftfy = {name: clean(text) for name, clean in CLEANERS.items()}
-    monkeypatch.setattr(text_cleaning, "_ftfy", None)
+    monkeypatch.setattr(text_cleaning, "_ftfy", lambda: None)
     assert {name: clean(text) for name, clean in CLEANERS.items()} == with_ftfy
 
 
