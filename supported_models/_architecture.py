@@ -50,6 +50,8 @@ class Sampling:
     the picture (``shift`` is then that of the default size).
     timestep_before_shift: the transformer is given the time t before its shift, t * multiplier, where
     sigma = shift * t / (1 + (shift - 1) * t).
+    sigmas: dotted path of f(steps) -> the publisher's sigmas, the last one 0, for models distilled to a schedule of
+    their own.
     """
 
     prediction: str = "velocity"
@@ -59,6 +61,11 @@ class Sampling:
     x0_sigma_floor: float = 0.0
     shift_of_latent: str | None = None
     timestep_before_shift: bool = False
+    sigmas: str | None = None
+
+    def sigmas_for(self, steps: int) -> list[float] | None:
+        """The publisher's own schedule of so many steps; None: the shift says it all."""
+        return None if self.sigmas is None else import_dotted(self.sigmas)(steps)
 
     def shift_for(self, latent_height: int, latent_width: int) -> float:
         """The time shift for a latent of this size."""
@@ -96,7 +103,8 @@ class KeyMap:
     ``marker`` is a key that only this layout has (without prefix); ``prefixes`` are those it is published with.
     ``fused``: keys, after the rules, whose tensor holds several of our weights in equal parts along the first
     dimension, and what each part is called (replacements, first match wins). ``swapped``: our keys whose two halves
-    along the first dimension are the other way round.
+    along the first dimension are the other way round. ``ignored``: their keys that hold nothing of ours (tables
+    computed anew, training's leftovers); ``config_from_shapes`` still sees them.
     """
 
     name: str
@@ -105,6 +113,7 @@ class KeyMap:
     prefixes: tuple[str, ...] = ("",)
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     swapped: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def rename(self, key: str) -> str:
         for pattern, replacement in self.rules:
@@ -114,7 +123,9 @@ class KeyMap:
         return key
 
     def parts(self, key: str) -> tuple[Part, ...]:
-        """What of ours a tensor of this layout holds: one weight, or several."""
+        """What of ours a tensor of this layout holds: one weight, several, or none."""
+        if self._ignores(key):
+            return ()
         renamed = self.rename(key)
         for pattern, replacements in self.fused:
             if re.search(pattern, renamed):
@@ -123,8 +134,12 @@ class KeyMap:
         return (Part(renamed, swapped=self._swaps(renamed)),)
 
     def shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """Our keys and shapes of a file in this layout."""
-        return {part.name: part.shape(shape) for key, shape in shapes.items() for part in self.parts(key)}
+        """Our keys and shapes of a file in this layout, and what it ignores under its own keys."""
+        renamed = {part.name: part.shape(shape) for key, shape in shapes.items() for part in self.parts(key)}
+        return renamed | {key: tuple(shape) for key, shape in shapes.items() if self._ignores(key)}
+
+    def _ignores(self, key: str) -> bool:
+        return any(re.search(pattern, key) for pattern in self.ignored)
 
     def _swaps(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.swapped)
