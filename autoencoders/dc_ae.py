@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from .dc_layers import ChannelRMSNorm, DownBlock, UpBlock, activation, build_block, expand, group_mean
 from .tiling import run_in_tiles, tile_sizes
@@ -227,6 +226,6 @@ class AutoencoderDC(torch.nn.Module):
         height, width = x.shape[-2:]
         if height % self.compression or width % self.compression:
             raise ValueError(
-                f"DC-AE: a picture of {width}x{height} pixels does not divide into latent pixels of {self.compression}; "
+                f"DC-AE: a picture of {width}x{height} pixels is not a whole number of latent pixels; "
                 f"crop or resize it to multiples of {self.compression}"
             )

@@ -34,6 +34,8 @@ _FORMATS = (
     LatentFormat("flux", channels=16, compression=8, scale=0.3611, shift=0.1159, core="Flux"),
     # CogView4's own autoencoder: scaling_factor 1, shift_factor 0 in its published config.json
     LatentFormat("cogview4", channels=16, compression=8),
+    # DC-AE f32c32 as Sana and PRX use it: scaling_factor of its published config.json
+    LatentFormat("dc_ae_f32c32", channels=32, compression=32, scale=0.41407),
 )
 
 _BY_NAME = {latent.name: latent for latent in _FORMATS}

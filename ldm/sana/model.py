@@ -1,6 +1,8 @@
-"""Sana, SANA-1.5 and SANA-Sprint (NVIDIA, MIT HAN Lab): linear attention among image tokens, softmax attention to text.
+"""Sana, SANA-1.5 and SANA-Sprint (NVIDIA, MIT HAN Lab): linear attention among image tokens, softmax attention to
+text.
 
-Depthwise convolutions in the feed-forward tell a token where it is; only the 2K and 4K checkpoints add a position table.
+
+Depthwise convolutions in the feed-forward tell a token where it is; only 2K and 4K checkpoints add a position table.
 Keys and constructor arguments are those of the published (diffusers) layout. Facts: the Sana papers (arXiv 2410.10629,
 2501.18427, 2503.09641) and diffusers' SanaTransformer2DModel 0.42.1; verified stage by stage against the latter.
 """
