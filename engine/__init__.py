@@ -29,7 +29,8 @@ class RunResult:
 
     pictures: files, in the order in which they were saved; outputs: node id -> what the node gave, by position;
     ui: node id -> what an output node reports, as ComfyUI's history has it; seeds: node id -> seed used;
-    cached: ids of nodes that were not run again because nothing they depend on changed; prompt: the workflow as run.
+    cached: ids of nodes that were not run again because nothing they depend on changed; notes: what nodes
+    had to say (how much of a LoRA fitted); prompt: the workflow as run.
     """
 
     pictures: list[Path] = field(default_factory=list)
@@ -38,6 +39,7 @@ class RunResult:
     seeds: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     cached: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     prompt: dict[str, Any] = field(default_factory=dict)
 
 
@@ -107,7 +109,7 @@ def _run_embedded(graph: Graph, models_dir: Any, output_dir: Path, input_dir: Pa
             execution.run()
         finally:
             hosts.set_host(before)
-    result = RunResult(seconds=execution.seconds, cached=execution.cached)
+    result = RunResult(seconds=execution.seconds, cached=execution.cached, notes=shown.notes)
     for node_id, outcome in execution.outcomes.items():
         result.outputs[node_id] = outcome.values
         if outcome.ui is not None:

@@ -9,6 +9,7 @@ import torch
 from ..checkpoints.load import LoadedTextEncoder
 from ..supported_models import Architecture
 from ..text_encoders.prompt import tokenize_prompt
+from ..text_encoders.prompt_weights import apply_weights, parse_weights, weighted_tokens
 from .objects import Condition
 
 __all__ = ["Clip"]
@@ -25,10 +26,24 @@ class Clip:
     @torch.inference_mode()
     def encode(self, text: str) -> Condition:
         """States [1, L, D] float32 with their attention mask [1, L]; a prompt without tokens is one masked row."""
-        ids = tokenize_prompt(self.encoder.tokenizer, self.architecture.prompt, text)
-        tokens = torch.tensor([ids or [0]], dtype=torch.long, device=self.device)
-        mask = torch.full(tokens.shape, bool(ids), dtype=torch.long, device=self.device)
-        _, states = self.encoder.model(
-            tokens, mask, layers=self.architecture.prompt.layers, compute_dtype=torch.float32
-        )
-        return torch.cat(states, dim=-1).float().cpu(), {"attention_mask": mask.cpu(), "pooled_output": None}
+        tokens = self._tokens(text)
+        if not tokens:
+            width = self.encoder.model.config.hidden_size * len(self.architecture.prompt.layers)
+            return torch.zeros(1, 1, width), {"attention_mask": torch.zeros(1, 1, dtype=torch.long)}
+        ids = torch.tensor([[token for token, _ in tokens]], device=self.device)
+        weights = torch.tensor([weight for _, weight in tokens], device=self.device)
+        states = self._states(ids)
+        if (weights != 1.0).any():
+            states = apply_weights(states, self._states(torch.full_like(ids, self.encoder.tokenizer.pad_id)), weights)
+        return states.float().cpu(), {"attention_mask": torch.ones(1, len(tokens), dtype=torch.long)}
+
+    def _tokens(self, text: str) -> list[tuple[int, float]]:
+        tokenizer, prompt = self.encoder.tokenizer, self.architecture.prompt
+        pieces = parse_weights(text)
+        if any(weight != 1.0 for _, weight in pieces):
+            return weighted_tokens(tokenizer, prompt, pieces)
+        return [(token, 1.0) for token in tokenize_prompt(tokenizer, prompt, "".join(piece for piece, _ in pieces))]
+
+    def _states(self, ids: torch.Tensor) -> torch.Tensor:
+        _, states = self.encoder.model(ids, layers=self.architecture.prompt.layers, compute_dtype=torch.float32)
+        return torch.cat(states, dim=-1)

@@ -96,7 +96,9 @@ class Execution:
         cls, schema = self.classes[node.class_type], self.schemas[node.class_type]
         parts: list[Any] = [node.class_type]
         for key, value in sorted(node.inputs.items()):
-            parts.append([key, "link", signatures[value.node], value.output] if isinstance(value, Link) else [key, value])
+            parts.append(
+                [key, "link", signatures[value.node], value.output] if isinstance(value, Link) else [key, value]
+            )
         for item in schema.inputs:
             options, name = getattr(item, "options", None), node.inputs.get(item.id)
             if isinstance(options, FileList) and name in self.host.folders.files(options.folder):

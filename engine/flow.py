@@ -87,6 +87,9 @@ class FlowSampling:
         if self.prediction == "-velocity":
             return x + output * sigma
         if self.prediction == "x0":
-            # The reference's velocity (x - x0) / max(sigma, floor), taken to sigma 0.
-            return x - sigma / sigma.clamp_min(self.x0_sigma_floor) * (x - output)
+            # The reference divides by max(sigma, floor) on the way to a velocity: below it, a step stops short of x0.
+            if not self.x0_sigma_floor:
+                return output
+            step = sigma / sigma.clamp_min(self.x0_sigma_floor)
+            return torch.where(step < 1, x + (output - x) * step, output)
         raise ValueError(f"unknown prediction {self.prediction!r}; known: velocity, -velocity, x0")

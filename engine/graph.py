@@ -107,9 +107,7 @@ def _parse(source: str, text: str | bytes) -> Any:
     except UnicodeDecodeError:
         raise WorkflowError(source, ["is no text file; a workflow exported as JSON was expected"]) from None
     except json.JSONDecodeError as error:
-        raise WorkflowError(
-            source, [f"is no JSON: {error.msg} in line {error.lineno}, column {error.colno}"]
-        ) from None
+        raise WorkflowError(source, [f"is no JSON: {error.msg} in line {error.lineno}, column {error.colno}"]) from None
 
 
 def _from_picture(path: Path) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from ..latent_formats import get_latent_format
 from ..ldm.layers.operations import CastOps
 from ..supported_models import Architecture, architectures, get_architecture
 from ..text_encoders.families import find_text_encoder
-from .autoencoder import PIXEL_SPACE, PixelSpace
+from .autoencoder import PIXEL_SPACE, KLAutoencoder, PixelSpace, load_autoencoder
 from .clip import Clip
 from .flow import FlowSampling
+from .lora import LoraFile, apply_lora, diffusion_names, text_encoder_names
 from .model_folders import FileList, ModelFolders
 from .objects import VAE, Model
 from .progress import Progress
@@ -87,9 +88,34 @@ class EngineHost:
         return Clip(encoder, card, self.device)
 
     def load_vae(self, file: str) -> VAE:
+        """A VAE by its name in models/vae, or "pixel_space" for models that work on pixels."""
         if file == PIXEL_SPACE:
             return PixelSpace()
-        raise ValueError(f"{file}: autoencoders other than {PIXEL_SPACE} are not supported yet")
+        path = self.folders.path("vae", file)
+        module, kind = load_autoencoder(path, device=self.device)
+        return KLAutoencoder(file, module, kind.latent_channels, kind.compression, self.device)
+
+    def apply_lora(
+        self, model: Model, clip: Clip | None, file: str, strength_model: float, strength_clip: float
+    ) -> tuple[Model, Clip | None]:
+        """Both with the LoRA baked in; how much of it fitted is said. Raises FileError when most of it did not."""
+        lora = LoraFile.read(self.folders.path("loras", file))
+        for_text = lora.part(text_encoder=True)
+        for_model = lora.layers.keys() - for_text
+        if strength_model and for_model:
+            layers = [name for name, _ in model.module.named_modules()]
+            names = diffusion_names(layers, model.architecture.lora_prefixes)
+            module, summary = apply_lora(model.module, lora, for_model, names, strength_model)
+            self.progress.note(f"{model.architecture.title}: {summary}")
+            model = replace(model, module=module)
+        if clip is not None and strength_clip and for_text:
+            names = text_encoder_names(name for name, _ in clip.encoder.model.named_modules())
+            module, summary = apply_lora(clip.encoder.model, lora, for_text, names, strength_clip)
+            self.progress.note(f"text encoder: {summary}")
+            clip = replace(clip, encoder=replace(clip.encoder, model=module))
+        if lora.unread:
+            self.progress.note(f"{file}: {len(lora.unread)} keys were not read, the first: {lora.unread[0]}")
+        return model, clip
 
     def empty_latent(self, model: Model, *, width: int, height: int, batch_size: int) -> dict[str, Any]:
         defaults, latent = model.architecture.defaults, model.latent
@@ -114,24 +140,29 @@ class EngineHost:
             return None
         return torch.float32
 
-    def _text_encoder_of(self, path: Path, architecture: str) -> tuple[Architecture, str | None]:
+    def _text_encoder_of(self, path: Path, architecture: str) -> tuple[Architecture, str]:
         """Whose prompts the file encodes, and which family it then is. Raises FileError, ValueError."""
         with open_source(path, component="text_encoder") as source:
             shapes, metadata = source.shapes(), source.metadata
         families = [family.name for family, _, _ in find_text_encoder(shapes, metadata)]
-        named = metadata.get("nativedit.architecture") if architecture == AUTO else architecture
-        if named is not None:
-            card = get_architecture(named)
+        if architecture != AUTO:
+            card = get_architecture(architecture)
             fits = [name for name in families if name in card.text_encoders]
-            # No family fits: loading then says what the file is instead.
+            # Where no family fits, loading says what the file is instead.
             return card, fits[0] if fits else card.text_encoders[0]
-        readers = [card for card in architectures() if card.prompt and set(card.text_encoders) & set(families)]
-        if len(readers) == 1:
-            return readers[0], next(name for name in families if name in readers[0].text_encoders)
-        if not families:
-            load_text_encoder(path)  # raises, and says what the file is instead
-        names = ", ".join(card.name for card in readers) or "none that is known"
-        raise FileError(path, f"several models read this text encoder ({names}); choose one in the input architecture")
+        for family in families:
+            readers = [card for card in architectures() if card.prompt is not None and family in card.text_encoders]
+            if len({card.prompt for card in readers}) > 1:
+                names = ", ".join(card.name for card in readers)
+                raise FileError(
+                    path,
+                    f"several models read this text encoder ({names}) and want their prompts differently; "
+                    "load it with NativeDiTLoadTextEncoder and choose one as architecture",
+                )
+            if readers:
+                return readers[0], family
+        load_text_encoder(path)  # raises for a file that is no text encoder, and says what it is
+        raise FileError(path, f"is a text encoder ({families[0]}) that no model of NativeDiT uses")
 
 
 def check_size(model: Model, width: int, height: int) -> None:

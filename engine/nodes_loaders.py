@@ -69,4 +69,46 @@ class VAELoader(io.ComfyNode):
         return io.NodeOutput(engine_host().load_vae(vae_name))
 
 
-NODES = [UNETLoader, CLIPLoader, VAELoader]
+def _strength(name: str):
+    return io.Float.Input(name, default=1.0, min=-100.0, max=100.0, step=0.01)
+
+
+class LoraLoader(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="LoraLoader",
+            inputs=[
+                io.Model.Input("model"),
+                io.Clip.Input("clip"),
+                io.Combo.Input("lora_name", options=engine_host().list_files("loras")),
+                _strength("strength_model"),
+                _strength("strength_clip"),
+            ],
+            outputs=[io.Model.Output(), io.Clip.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model, clip, lora_name, strength_model, strength_clip):
+        return io.NodeOutput(*engine_host().apply_lora(model, clip, lora_name, strength_model, strength_clip))
+
+
+class LoraLoaderModelOnly(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="LoraLoaderModelOnly",
+            inputs=[
+                io.Model.Input("model"),
+                io.Combo.Input("lora_name", options=engine_host().list_files("loras")),
+                _strength("strength_model"),
+            ],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model, lora_name, strength_model):
+        return io.NodeOutput(engine_host().apply_lora(model, None, lora_name, strength_model, 0.0)[0])
+
+
+NODES = [UNETLoader, CLIPLoader, VAELoader, LoraLoader, LoraLoaderModelOnly]

@@ -25,7 +25,9 @@ def apply_values(graph: Graph, values: Mapping[str, Any]) -> None:
             known = ", ".join(node.name for node in graph.nodes.values())
             problems.append(f"{target!r}: there is no node {name!r}; the workflow has {known}")
         elif len(nodes) > 1:
-            problems.append(f"{target!r}: several nodes are called {name!r}; use the id: {', '.join(n.id for n in nodes)}")
+            problems.append(
+                f"{target!r}: several nodes are called {name!r}; use the id: {', '.join(n.id for n in nodes)}"
+            )
         else:
             nodes[0].inputs[key] = value
     if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -13,9 +14,10 @@ from typing import Any
 
 import torch
 
+from ..files.errors import UnsafePath
 from ..files.paths import contained
 
-__all__ = ["expand_prefix", "save_pictures"]
+__all__ = ["expand_prefix", "file_digest", "input_pictures", "read_picture", "save_pictures"]
 
 # Letters of a %date:...% template, as ComfyUI's editor reads them.
 _DATE = {"yyyy": "%Y", "yy": "%y", "MM": "%m", "M": "%-m", "dd": "%d", "d": "%-d"}
@@ -25,7 +27,12 @@ _ILLEGAL = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 
 
 def expand_prefix(
-    prefix: str, *, width: int, height: int, prompt: Mapping[str, Any] | None = None, now: time.struct_time | None = None
+    prefix: str,
+    *,
+    width: int,
+    height: int,
+    prompt: Mapping[str, Any] | None = None,
+    now: time.struct_time | None = None,
 ) -> str:
     """Fills in %width%, %height%, %year%..., %date:yyyy-MM-dd% and %Node title.input%; anything else stays."""
     now = now or time.localtime()
@@ -117,14 +124,52 @@ def _write_new(folder: Path, stem: str, counter: int, data: bytes) -> tuple[int,
     while True:
         path = folder / f"{stem}_{counter:05}_.png"
         try:
-            file = open(path, "xb")
+            with open(path, "xb") as file:
+                file.write(data)
+            return counter, path
         except FileExistsError:
             counter += 1
-            continue
-        try:
-            with file:
-                file.write(data)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        return counter, path
+
+
+def input_pictures(host: Any, name: str) -> tuple[Path, str | None]:
+    """(path of a picture that a workflow names, what is wrong or None). "name [output]" means the output folder."""
+    roots = {"input": host.input_dir, "output": host.output_dir, "temp": host.temp_dir}
+    match = re.fullmatch(r"(.*?)\s*\[(input|output|temp)\]", name)
+    name, root = (match[1], roots[match[2]]) if match else (name, roots["input"])
+    try:
+        path = contained(root, name)
+    except UnsafePath as error:
+        return root, f"input image: {error}"
+    if not path.is_file():
+        return path, f"input image names a file that is not there: {path}; put it there, or give --input-dir"
+    return path, None
+
+
+def file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read_picture(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """([F, H, W, 3] from 0 to 1, mask [F, H, W], 1 where transparent; [F, 64, 64] of zeros without transparency)."""
+    from PIL import Image, ImageOps, ImageSequence
+
+    pictures, masks = [], []
+    with Image.open(path) as image:
+        for frame in ImageSequence.Iterator(image):
+            frame = ImageOps.exif_transpose(frame)
+            if "transparency" in frame.info and "A" not in frame.getbands():
+                frame = frame.convert("RGBA")
+            if pictures and tuple(pictures[0].shape[1::-1]) != frame.size:
+                continue
+            pictures.append(_values(frame.convert("RGB")))
+            masks.append(1.0 - _values(frame.getchannel("A")) if "A" in frame.getbands() else torch.zeros(64, 64))
+    return torch.stack(pictures), torch.stack(masks)
+
+
+def _values(image: Any) -> torch.Tensor:
+    """A Pillow image of 8-bit channels as [H, W, C], or [H, W] for one channel, from 0 to 1."""
+    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).float() / 255.0
+    return flat.reshape(image.height, image.width, -1).squeeze(-1)

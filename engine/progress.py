@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Bar", "Progress"]
@@ -30,6 +30,7 @@ class Progress:
 
     lines: bool = False
     bars: bool = False
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def for_terminal(cls) -> Progress:
@@ -39,6 +40,12 @@ class Progress:
     def node(self, number: int, total: int, name: str, note: str = "") -> None:
         if self.lines:
             self.say(f"[{number}/{total}] {name}{note}")
+
+    def note(self, text: str) -> None:
+        """A fact that the user should know; kept in ``notes`` for the result as well."""
+        self.notes.append(text)
+        if self.lines:
+            self.say(f"  {text}")
 
     def say(self, text: str) -> None:
         if sys.stderr is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -40,7 +41,7 @@ def _noise(x: torch.Tensor, run: Run) -> Callable[[], torch.Tensor]:
 def euler(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torch.Tensor:
     """Karras et al. (2022), algorithm 2 without churn."""
     batch = x.new_ones(x.shape[0])
-    for i, (sigma, following) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+    for i, (sigma, following) in enumerate(pairwise(sigmas)):
         denoised = model(x, sigma * batch)
         run.on_step(i, denoised)
         x = x + (x - denoised) / sigma * (following - sigma)
@@ -50,7 +51,7 @@ def euler(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torc
 def euler_ancestral(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torch.Tensor:
     """Euler to a lower sigma, then noise back up; for flows the signal's scale is (1 - sigma)."""
     batch, noise = x.new_ones(x.shape[0]), _noise(x, run)
-    for i, (sigma, following) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+    for i, (sigma, following) in enumerate(pairwise(sigmas)):
         denoised = model(x, sigma * batch)
         run.on_step(i, denoised)
         if following == 0:
@@ -67,7 +68,7 @@ def euler_ancestral(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Ru
 def heun(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torch.Tensor:
     """Karras et al. (2022), algorithm 1 without churn: the slope at both ends of a step, averaged."""
     batch = x.new_ones(x.shape[0])
-    for i, (sigma, following) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+    for i, (sigma, following) in enumerate(pairwise(sigmas)):
         denoised = model(x, sigma * batch)
         run.on_step(i, denoised)
         slope = (x - denoised) / sigma
@@ -81,7 +82,7 @@ def heun(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torch
 def dpmpp_2m(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torch.Tensor:
     """DPM-Solver++(2M), Lu et al. (2022), in t = -log sigma, as ComfyUI also does for flows."""
     batch, before, last_h = x.new_ones(x.shape[0]), None, None
-    for i, (sigma, following) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+    for i, (sigma, following) in enumerate(pairwise(sigmas)):
         denoised = model(x, sigma * batch)
         run.on_step(i, denoised)
         h = sigma.log() - following.log()
@@ -101,7 +102,7 @@ def dpmpp_sde(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> 
     batch, noise = x.new_ones(x.shape[0]), _brownian_noise(x, sigmas, run)
     if sigmas[0] >= 1:  # the ratio is minus infinity at sigma 1
         sigmas = torch.cat((sigmas.new_tensor([run.flow.percent_to_sigma(1e-4)]), sigmas[1:]))
-    for i, (sigma, following) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+    for i, (sigma, following) in enumerate(pairwise(sigmas)):
         denoised = model(x, sigma * batch)
         run.on_step(i, denoised)
         if following == 0:
@@ -153,7 +154,7 @@ def _brownian_noise(x: torch.Tensor, sigmas: torch.Tensor, run: Run):
 def res_multistep(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torch.Tensor:
     """Refined exponential solver, second order with one evaluation a step (Zhang et al., arXiv 2308.02157)."""
     batch, before, last_sigma = x.new_ones(x.shape[0]), None, None
-    for i, (sigma, following) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+    for i, (sigma, following) in enumerate(pairwise(sigmas)):
         denoised = model(x, sigma * batch)
         run.on_step(i, denoised)
         if before is None or following == 0:
@@ -173,7 +174,7 @@ def res_multistep(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run)
 def lcm(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torch.Tensor:
     """Latent consistency: the clean latent, and fresh noise on it for the next step."""
     batch, noise = x.new_ones(x.shape[0]), _noise(x, run)
-    for i, (sigma, following) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+    for i, (sigma, following) in enumerate(pairwise(sigmas)):
         x = model(x, sigma * batch)
         run.on_step(i, x)
         if following > 0:

@@ -26,7 +26,7 @@ class Guider:
     cfg: float = 1.0
 
     def denoised(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        """x0 as guided. x: [B, C, ...], sigma: [B]. Both prompts run as calls of their own: they may differ in length."""
+        """x0 as guided. x: [B, C, ...], sigma: [B]. Each prompt is a call of its own: their lengths may differ."""
         positive = self._mean(self.positive, x, sigma)
         if not self.negative or math.isclose(self.cfg, 1.0):
             return positive

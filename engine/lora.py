@@ -1,0 +1,113 @@
+"""LoRA files baked into a copy of the weights they change; the rest of the model is shared with the original."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..files.errors import FileError
+from ..files.source import open_source
+
+__all__ = ["LoraFile", "apply_lora", "diffusion_names", "text_encoder_names"]
+
+_SUFFIXES = {
+    "down": r"lora_A(?:\.default)?\.weight|lora_down\.weight|lora\.down\.weight|lora_linear_layer\.down\.weight",
+    "up": r"lora_B(?:\.default)?\.weight|lora_up\.weight|lora\.up\.weight|lora_linear_layer\.up\.weight",
+    "alpha": r"alpha",
+}
+_KEY = re.compile(rf"^(.+)\.(?:{'|'.join(f'(?P<{name}>{pattern})' for name, pattern in _SUFFIXES.items())})$")
+_TEXT_ENCODER = re.compile(r"^(?:lora_te\d?_|text_encoders?\.|te\d?\.)")
+
+
+@dataclass
+class LoraFile:
+    """layers: name in the file -> {"down", "up", "alpha"}; unread: keys of kinds that the engine does not apply."""
+
+    path: str
+    layers: dict[str, dict[str, torch.Tensor]]
+    unread: list[str]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> LoraFile:
+        """Raises FileError when the file holds no LoRA."""
+        with open_source(path) as source:
+            layers: dict[str, dict[str, torch.Tensor]] = {}
+            unread = []
+            for key in source:
+                if match := _KEY.match(key):
+                    layers.setdefault(match[1], {})[match.lastgroup] = source.read(key)
+                else:
+                    unread.append(key)
+        whole = {name: parts for name, parts in layers.items() if {"down", "up"} <= parts.keys()}
+        if not whole:
+            raise FileError(path, f"holds no LoRA (pairs of down and up weights); its first keys: {unread[:3]}")
+        unread += [f"{name}.{part}" for name in layers.keys() - whole.keys() for part in layers[name]]
+        return cls(os.fspath(path), whole, unread)
+
+    def part(self, *, text_encoder: bool) -> set[str]:
+        return {name for name in self.layers if bool(_TEXT_ENCODER.match(name)) == text_encoder}
+
+
+def diffusion_names(layers: Iterable[str], prefixes: Iterable[str]) -> dict[str, str]:
+    """Every name under which trainers write a diffusion model's layer -> the layer."""
+    names = {}
+    for layer in layers:
+        flat = layer.replace(".", "_")
+        spellings = [prefix + layer for prefix in prefixes]
+        spellings += [prefix + flat for prefix in ("lora_unet_", "lora_transformer_", "lycoris_")]
+        for spelling in [*spellings, "base_model.model.transformer." + layer]:
+            names.setdefault(spelling, layer)
+    return names
+
+
+def text_encoder_names(layers: Iterable[str]) -> dict[str, str]:
+    """The same for a text encoder."""
+    names = {}
+    dotted = ("text_encoder.", "text_encoder.model.", "text_encoders.", "text_encoders.model.")
+    dotted += ("text_encoders.transformer.model.", "base_model.model.", "base_model.model.model.")
+    joined = ("lora_te_", "lora_te1_", "lora_te_model_", "lora_te1_model_")
+    for layer in layers:
+        for spelling in [p + layer for p in dotted] + [p + layer.replace(".", "_") for p in joined]:
+            names.setdefault(spelling, layer)
+    return names
+
+
+def apply_lora(
+    module: torch.nn.Module, lora: LoraFile, wanted: set[str], names: Mapping[str, str], strength: float
+) -> tuple[torch.nn.Module, str]:
+    """A copy of ``module`` with ``strength`` times the LoRA added, and "n of m layers applied".
+
+    wanted: the file's layers that are meant for this module; names: see ``diffusion_names``. Weights are added in
+    float32 and kept in their own dtype. Raises FileError when less than half of the layers fit.
+    """
+    parameters = dict(module.named_parameters())
+    found = {name: f"{names[name]}.weight" for name in wanted if f"{names.get(name)}.weight" in parameters}
+    missing = sorted(wanted - found.keys())
+    summary = f"{len(found)} of {len(wanted)} layers of {os.path.basename(lora.path)} applied"
+    if 2 * len(missing) > len(wanted):
+        raise FileError(lora.path, f"{summary}: it was made for another model; not found: {', '.join(missing[:3])}")
+    if missing:
+        summary += f"; not found: {', '.join(missing[:3])}"
+    changed = {}
+    for name, key in found.items():
+        weight = changed.get(key, parameters[key])
+        changed[key] = _added(weight, lora, name, key, strength)
+    shared = {id(value): value for key, value in parameters.items() if key not in changed}
+    copied = copy.deepcopy(module, shared)
+    copied.load_state_dict(changed, strict=False, assign=True)
+    return copied.requires_grad_(False).eval(), summary
+
+
+def _added(weight: torch.Tensor, lora: LoraFile, name: str, key: str, strength: float) -> torch.Tensor:
+    down, up = (lora.layers[name][part].to(weight.device, torch.float32).flatten(1) for part in ("down", "up"))
+    shape = (up.shape[0], down.shape[1])
+    if up.shape[1] != down.shape[0] or shape != tuple(weight.flatten(1).shape):
+        raise FileError(lora.path, f"{name} changes a weight of shape {list(shape)}, but {key} is {list(weight.shape)}")
+    alpha = lora.layers[name].get("alpha")
+    scale = strength * (float(alpha) / down.shape[0] if alpha is not None else 1.0)
+    return (weight.float() + scale * (up @ down).reshape(weight.shape)).to(weight.dtype)
