@@ -470,3 +470,33 @@ def _check_against_record(evidence: Evidence, layer: Layer) -> None:
             f"{evidence.record['marker']}",
             conflict=True,
         )
+
+
+def candidates(evidence: Evidence) -> list[Layer]:
+    """Every reading of the layer's tensors that is possible when its notes are not believed.
+
+    For int8 codes with one scale per row: not rotated, and rotated over each group that fits; for the other rotated
+    formats each group. What a comparison with the original weight chooses from.
+    """
+    from .markers import MARKER
+
+    found: list[Layer] = []
+    weight = evidence.infos.get("weight")
+    if weight is None or weight.dtype not in _BYTES or len(weight.shape) < 2:
+        return found
+    markers: list[dict[str, Any]] = [{"format": "int8_tensorwise"}]
+    for group in possible_groups(weight.shape[-1] * 2):
+        markers.append({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group})
+        markers.append({"format": "convrot_w4a4", "convrot_groupsize": group})
+        markers.append({"format": "asym_w4a8_int8", "convrot_groupsize": group})
+    for marker in markers:
+        guess = replace(evidence, marker=marker, header=None, record=None, has_marker=True, overruled=True)
+        try:
+            layer = settle(guess)
+        except Unsettled:
+            continue
+        if layer is not None and layer.recipe.format == marker["format"]:
+            notes = ("settled by comparing with the original weight",)
+            leftovers = (f"{evidence.name}.{MARKER}",) if evidence.has_marker else ()
+            found.append(replace(layer, notes=notes, leftovers=leftovers))
+    return found

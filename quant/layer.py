@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from .errors import Problem, QuantError
 from .formats import FORMATS, Recipe
 from .kitchen import dequantize_matrix
 
-__all__ = ["Layer", "canonical_tensors", "dequantize_rows", "dequantize_tensors"]
+__all__ = ["Layer", "canonical_tensors", "dequantize_rows", "dequantize_tensors", "normalised"]
 
 
 @dataclass(frozen=True)
@@ -56,34 +57,30 @@ def _as_dtype(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor.view(dtype) if tensor.dtype in (torch.uint8, torch.int8) and dtype.itemsize == 1 else tensor.to(dtype)
 
 
-def canonical_tensors(source: Source, layer: Layer) -> dict[str, torch.Tensor]:
-    """The layer's tensors as ComfyUI's loader wants them: canonical suffix -> tensor, marker left out.
+def normalised(tensors: Mapping[str, torch.Tensor], layer: Layer) -> dict[str, torch.Tensor]:
+    """The layer's tensors (canonical suffix -> as stored) as ComfyUI's loader wants them, marker left out.
 
-    A float8 layer whose scale is per row keeps it (it dequantizes right everywhere); ``input_scale`` of 1 is dropped,
-    as ComfyUI's own conversion of legacy files does.
+    A float8 layer whose scale is per row keeps it (it dequantizes right everywhere). A legacy ``input_scale`` of 1 is
+    dropped, as ComfyUI's own conversion of such files does.
     """
     wanted = FORMATS[layer.recipe.format].entries(layer.shape, layer.recipe)
-    tensors: dict[str, torch.Tensor] = {}
-    for suffix, key in layer.keys.items():
-        tensor = source.read(key)
+    result: dict[str, torch.Tensor] = {}
+    for suffix, tensor in tensors.items():
         if suffix in wanted:
             dtype, shape = wanted[suffix]
             tensor = _as_dtype(tensor, dtype)
-            count = 1
-            for size in shape:
-                count *= size
-            if tensor.numel() == count:
-                tensor = tensor.reshape(shape)
+            tensor = tensor.reshape(shape) if tensor.numel() == math.prod(shape) else tensor
         elif suffix == "input_scale":
-            tensor = tensor.float().reshape(shape_of_input_scale(tensor))
+            tensor = tensor.float().reshape(()) if tensor.numel() == 1 else tensor.float()
             if layer.dialect == "legacy" and bool((tensor == 1.0).all()):
                 continue
-        tensors[suffix] = tensor
-    return tensors
+        result[suffix] = tensor
+    return result
 
 
-def shape_of_input_scale(tensor: torch.Tensor) -> tuple[int, ...]:
-    return () if tensor.numel() == 1 else tuple(tensor.shape)
+def canonical_tensors(source: Source, layer: Layer) -> dict[str, torch.Tensor]:
+    """Reads a layer in the form that `normalised` describes."""
+    return normalised({suffix: source.read(key) for suffix, key in layer.keys.items()}, layer)
 
 
 def dequantize_rows(

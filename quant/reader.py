@@ -17,7 +17,7 @@ from .markers import MARKER, Record, checksum, encode_marker, header_claims, rea
 __all__ = ["QuantizedFile", "canonical_state_dict", "read_quantized"]
 
 # The file's suffix -> the canonical one.
-_ROLES = {
+ROLES = {
     "weight": "weight",
     "weight_scale": "weight_scale",
     "scale_weight": "weight_scale",
@@ -82,8 +82,8 @@ def _group(source: Source) -> tuple[dict[str, dict[str, str]], dict[str, str], d
             markers[name] = key
         elif suffix == LEGACY_MARKER:
             legacy[name] = key
-        elif suffix in _ROLES:
-            groups.setdefault(name, {}).setdefault(_ROLES[suffix], key)
+        elif suffix in ROLES:
+            groups.setdefault(name, {}).setdefault(ROLES[suffix], key)
     return groups, markers, legacy
 
 
@@ -193,7 +193,11 @@ def canonical_state_dict(source: Source, *, prefix: str = "") -> dict[str, torch
             state[f"{name}.{MARKER}"] = encode_marker(layer.marker())
     for key in source:
         if key not in used and key.startswith(prefix):
-            state[key[len(prefix) :]] = source.read(key)
+            tensor = source.read(key)
+            if source.info(key).dtype in ("F8_E4M3", "F8_E5M2"):
+                # Tables and biases of a float8 cast: they meet float tensors in plain arithmetic.
+                tensor = tensor.to(torch.bfloat16)
+            state[key[len(prefix) :]] = tensor
     return state
 
 
