@@ -19,8 +19,11 @@ def run_in_tiles(
     """``run`` over tiles of x [B, C, H, W], put together again.
 
     tile, stride: size of a tile and distance between two, in pixels of x; keep, blend: pixels of the result that each
-    tile contributes, and over how many it is faded into the tile above and left of it. The scheme is diffusers'.
+    tile contributes, and over how many it is faded into the tile above and left of it. The scheme is diffusers'; what
+    fits into one tile is not cut.
     """
+    if max(x.shape[-2:]) <= tile:
+        return run(x)
     rows, above = [], []
     for top in range(0, x.shape[-2], stride):
         row = [run(x[..., top : top + tile, left : left + tile]).clone() for left in range(0, x.shape[-1], stride)]
