@@ -6,6 +6,7 @@ Each gives the latents of ComfyUI's (>= 0.29) sampler of the same name for flow 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -146,7 +147,11 @@ def _brownian_noise(x: torch.Tensor, sigmas: torch.Tensor, run: Run):
     def noise(sigma: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         # From the lower to the higher sigma as the tree wants it; walked downwards, so the sign turns.
         t0, t1 = following.cpu().float(), sigma.cpu().float()
-        return -tree(t0, t1).to(x) / (t1 - t0).abs().sqrt().to(x)
+        with warnings.catch_warnings():
+            # It warns of ends that differ from the tree's in the last digit.
+            warnings.simplefilter("ignore", UserWarning)
+            increment = tree(t0, t1)
+        return -increment.to(x) / (t1 - t0).abs().sqrt().to(x)
 
     return noise
 

@@ -31,7 +31,8 @@ def uni_pc(model, x: torch.Tensor, sigmas: torch.Tensor, run) -> torch.Tensor:
     if len(sigmas) < 2:
         return x
     times = sigmas.clone()
-    if times[-1] == 0:
+    ends_at_zero = bool(times[-1] == 0)
+    if ends_at_zero:
         times[-1] = LAST_SIGMA
     steps = len(times) - 1
     order = min(3, steps - 1)
@@ -49,7 +50,9 @@ def uni_pc(model, x: torch.Tensor, sigmas: torch.Tensor, run) -> torch.Tensor:
         if denoised is not None:
             history = [*history, (times[step], denoised)][-order:]
             run.on_step(step, denoised)
-    return x / torch.exp(_signal(times[-1]))
+    x = x / torch.exp(_signal(times[-1]))
+    # ComfyUI writes the last sigma into the caller's schedule, and the flow then divides by 1 - sigma.
+    return x / (1.0 - LAST_SIGMA) if ends_at_zero else x
 
 
 def _update(x, history, sigma, order, clean):

@@ -39,13 +39,20 @@ def validate(graph: Graph, classes: Mapping[str, type], folders: ModelFolders) -
     for node_id in order:
         node = graph.nodes[node_id]
         if node.class_type in schemas:
-            problems += _check_inputs(node, graph, schemas, folders)
-            check = getattr(classes[node.class_type], "validate_inputs", None)
-            if check is not None and (problem := check(**node.inputs)) is not True:
-                problems.append(f"{node.name}: {problem}")
+            found = _check_inputs(node, graph, schemas, folders)
+            problems += found or _own_check(node, classes[node.class_type])
     if problems:
         raise WorkflowError(graph.source, list(dict.fromkeys(problems)))
     return order, schemas
+
+
+def _own_check(node: Node, cls: type) -> list[str]:
+    """What the node itself has to say about its values, where it has a say and all it asks for are values."""
+    check = getattr(cls, "validate_inputs", None)
+    if check is None or node.links:
+        return []
+    problem = check(**node.inputs)
+    return [] if problem is True else [f"{node.name}: {problem}"]
 
 
 def _unknown_class(node: Node, classes: Mapping[str, type]) -> str:
