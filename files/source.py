@@ -197,7 +197,7 @@ def _open_folder(folder: Path) -> Source:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise NotSafetensors(folder, _explain_empty(folder))
-    if len(files) > 1 and all(_SHARD.match(file.name) for file in files):
+    if all(_SHARD.match(file.name) for file in files):
         return Source(folder, [read_header(file) for file in _complete_set(folder, files)], config)
     return Source(folder, [read_header(_preferred(folder, files, ".safetensors"))], config)
 

@@ -135,28 +135,33 @@ def _settle_by_original(source: Source, found: QuantizedFile, reference: Source,
 def _best_reading(
     source: Source, found: QuantizedFile, layer: Layer | None, name: str, reference: Source, key: str
 ) -> tuple[Layer | None, float]:
-    """The reading closest to the original; the file's own wins unless another is clearly better."""
-    info = reference.info(key)
-    readings = [layer] if layer is not None else []
-    readings += [guess for guess in candidates(found.evidence[name]) if layer is None or guess.recipe != layer.recipe]
-    best: Layer | None = None
-    lowest = float("inf")
-    for reading in readings:
-        reading = _with_original_shape(reading, info.shape)
-        if reading is None:
-            continue
-        rows = min(_SAMPLE_ROWS, reading.shape[-2])
-        expert = 0 if len(reading.shape) == 3 else None
-        wanted = read_run(reference, info, RowRun(0, rows)).to(compute_dtype(info.dtype))
-        error = relative_error(wanted, dequantize_rows(source, reading, 0, rows, torch.float32, expert=expert))
-        if error < lowest * (0.5 if best is layer and layer is not None else 1.0):
-            best, lowest = reading, error
-            if best.recipe == (layer.recipe if layer is not None else None) and error < _RIGHT / 10:
-                break
-    if best is not None and layer is not None and best.recipe != layer.recipe:
+    """The reading closest to the original and its error; the file's own wins unless another is clearly better."""
+    own = None if layer is None else _compared(source, layer, reference, key)
+    best, lowest = own or (None, float("inf"))
+    if own is not None and lowest < _RIGHT:
+        lowest /= 2  # two rotations that both fit differ by a factor of ten
+    for guess in candidates(found.evidence[name]):
+        other = _compared(source, guess, reference, key)
+        if other is not None and other[1] < lowest:
+            best, lowest = other
+    if own is not None and best is own[0]:
+        return own
+    if best is not None and layer is not None:
         note = f"its marker says {layer.marker()}, the original's weights say {best.marker()}"
         best = replace(best, notes=(note,), recipe=replace(best.recipe, full_precision=layer.recipe.full_precision))
     return best, lowest
+
+
+def _compared(source: Source, reading: Layer, reference: Source, key: str) -> tuple[Layer, float] | None:
+    """The reading in the original's shape, and its relative error on the first rows; None when the shapes differ."""
+    info = reference.info(key)
+    fitted = _with_original_shape(reading, info.shape)
+    if fitted is None:
+        return None
+    rows = min(_SAMPLE_ROWS, fitted.shape[-2])
+    expert = 0 if len(fitted.shape) == 3 else None
+    wanted = read_run(reference, info, RowRun(0, rows)).to(compute_dtype(info.dtype))
+    return fitted, relative_error(wanted, dequantize_rows(source, fitted, 0, rows, torch.float32, expert=expert))
 
 
 def _with_original_shape(reading: Layer, shape: tuple[int, ...]) -> Layer | None:
