@@ -1,0 +1,192 @@
+"""Tiny models with random weights, in the layouts that people have: what the tests in a real ComfyUI load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+PREFIX = "model.diffusion_model."
+WORDS = ["a", "the", "red", "green", "blue", "circle", "square", "on", "above", "below", "and", "small", "background"]
+
+DIT = {
+    "in_channels": 3,
+    "patch_size": 8,
+    "context_in_dim": 32,
+    "hidden_size": 64,
+    "mlp_ratio": 2.0,
+    "num_heads": 2,
+    "depth": 3,
+    "bottleneck_size": 16,
+    "resolution_embeds": True,
+}
+# Not what shapes and card give: axes that are not half a head each, another theta.
+ODD = {**DIT, "axes_dim": (8, 24), "theta": 500}
+TEXT = {
+    "vocab_size": len(WORDS) + 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "qk_norm": True,
+    "rope_theta": 5_000_000.0,
+}
+
+
+def random_state(module: torch.nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Weights of a size that keeps activations near 1, norms near 1, the same for every dtype but for rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for key, value in module.state_dict().items():
+        noise = torch.randn(value.shape, generator=generator)
+        if value.ndim > 1:
+            tensor = noise * value.shape[-1] ** -0.5
+        else:
+            tensor = 1 + 0.1 * noise if "norm" in key and key.endswith("weight") else 0.1 * noise
+        state[key] = tensor.to(dtype)
+    return state
+
+
+def dit_state(config: dict[str, Any] = DIT, seed: int = 1, dtype: torch.dtype = torch.float32):
+    from nativedit.ldm.prx.model import PRXTransformer2DModel
+
+    return random_state(PRXTransformer2DModel(**config, device="meta"), seed, dtype)
+
+
+def text_state(seed: int = 2, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    from nativedit.text_encoders.language_model import LanguageModel
+
+    return random_state(LanguageModel(**TEXT, device="meta"), seed, dtype)
+
+
+def tokenizer_json() -> bytes:
+    """One token per word, none for an empty prompt."""
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", *WORDS])}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                {
+                    "id": 0,
+                    "content": "<pad>",
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": True,
+                }
+            ],
+            "normalizer": {"type": "Lowercase"},
+            "pre_tokenizer": {"type": "Whitespace"},
+            "post_processor": None,
+            "decoder": None,
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+        }
+    ).encode()
+
+
+def tokenizer_tensor() -> dict[str, torch.Tensor]:
+    return {"tokenizer_json": torch.frombuffer(bytearray(tokenizer_json()), dtype=torch.uint8).clone()}
+
+
+def header(part: str, config: dict[str, Any]) -> dict[str, str]:
+    return {"format": "pt", "config": json.dumps({part: config})}
+
+
+def write_models(models: Path) -> None:
+    """Everything the server tests load, into ComfyUI's models folder."""
+    dit, text = dit_state(), {**text_state(), **tokenizer_tensor()}
+    diffusion, encoders = models / "diffusion_models", models / "text_encoders"
+    save_file(dit, diffusion / "tiny.safetensors", {"format": "pt"})
+    save_file(dit_state(dtype=torch.bfloat16), diffusion / "tiny_bf16.safetensors", {"format": "pt"})
+    save_file({f"diffusion_model.{k}": v for k, v in dit.items()}, diffusion / "tiny_prefixed.safetensors")
+    save_file(dit_state(ODD), diffusion / "odd.safetensors", header("transformer", ODD))
+    save_file(text, encoders / "tiny_text.safetensors", {"format": "pt"})
+    save_file({**text_state(dtype=torch.bfloat16), **tokenizer_tensor()}, encoders / "tiny_text_bf16.safetensors")
+    in_one = {PREFIX + k: v for k, v in dit.items()} | {f"text_encoders.{k}": v for k, v in text.items()}
+    save_file(in_one, models / "checkpoints" / "tiny_all.safetensors", {"format": "pt"})
+
+
+def write_bad_files(models: Path) -> None:
+    diffusion, encoders = models / "diffusion_models", models / "text_encoders"
+    whole = (diffusion / "tiny.safetensors").read_bytes()
+    (diffusion / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
+    (diffusion / "lfs_pointer.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    (diffusion / "web_page.safetensors").write_bytes(b"<!DOCTYPE html><html><body>log in</body></html>")
+    dit = dit_state()
+    missing = {k: v for k, v in dit.items() if not k.startswith("blocks.1.gate_proj")}
+    save_file(missing, diffusion / "missing_layer.safetensors")
+    save_file(dit | {"blocks.1.gate_proj.weight": torch.zeros(100, 64)}, diffusion / "wrong_shape.safetensors")
+    save_file(dit | {"blocks.1.gate_proj.weight_scale": torch.ones(())}, diffusion / "scale_without_marker.safetensors")
+    text = {**text_state(), **tokenizer_tensor()}
+    save_file(text, diffusion / "a_text_encoder.safetensors")
+    save_file(dit, encoders / "a_diffusion_model.safetensors")
+    save_file(lora(dit, "diffusion_model.{}"), diffusion / "a_lora.safetensors")
+    save_file({"decoder.conv_in.weight": torch.zeros(8, 4, 3, 3)}, diffusion / "a_vae.safetensors")
+    save_file({"something.weight": torch.zeros(3)}, diffusion / "unknown.safetensors")
+    save_file(text_state(), encoders / "no_tokenizer.safetensors")
+    without_layer = {k: v for k, v in text.items() if not k.startswith("layers.1.mlp.up_proj")}
+    save_file(without_layer, encoders / "missing_layer.safetensors")
+
+
+DIT_SPELLINGS = {
+    "comfy": "diffusion_model.{}",
+    "diffusers": "transformer.{}",
+    "bare": "{}",
+    "peft": "base_model.model.{}",
+    "kohya": "lora_unet_{}",
+    "onetrainer": "lora_transformer_{}",
+}
+TEXT_SPELLINGS = {
+    "diffusers": "text_encoder.{}",
+    "diffusers_nested": "text_encoder.model.{}",
+    "comfy": "text_encoders.qwen3_vl.transformer.model.{}",
+    "kohya": "lora_te_{}",
+    "kohya_numbered": "lora_te1_{}",
+    "peft": "base_model.model.{}",
+}
+
+
+def lora(state: dict[str, torch.Tensor], spelling: str, *, strength: float = 1.0, seed: int = 3) -> dict[str, Any]:
+    """A LoRA of rank 2 on every matrix but embeddings, with layers named as ``spelling`` says."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = spelling.startswith("lora_")
+    tensors = {}
+    for key, weight in sorted(state.items()):
+        if weight.ndim != 2 or not key.endswith(".weight") or "embed" in key:
+            continue
+        layer = key.removesuffix(".weight")
+        name = spelling.format(layer.replace(".", "_") if flat else layer)
+        down, up = ("lora_down", "lora_up") if flat else ("lora_A", "lora_B")
+        tensors[f"{name}.{down}.weight"] = (
+            torch.randn(2, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
+        )
+        tensors[f"{name}.{up}.weight"] = strength * torch.randn(weight.shape[0], 2, generator=generator)
+        if flat:
+            tensors[f"{name}.alpha"] = torch.tensor(2.0)
+    return tensors
+
+
+def write_loras(loras: Path) -> None:
+    dit, text = dit_state(), text_state()
+    for name, spelling in DIT_SPELLINGS.items():
+        save_file(lora(dit, spelling), loras / f"dit_{name}.safetensors")
+    for name, spelling in TEXT_SPELLINGS.items():
+        save_file(lora(text, spelling), loras / f"text_{name}.safetensors")
+    fitting = lora(dit, "diffusion_model.{}")
+    layers = sorted({key.split(".lora_")[0] for key in fitting})
+    for share, count in (("most", 2), ("few", len(layers) - 2)):
+        strange = tuple(layers[:count])
+        renamed = {k.replace(".", ".strange.", 1) if k.startswith(strange) else k: v for k, v in fitting.items()}
+        save_file(renamed, loras / f"{share}_fit.safetensors")
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path)
