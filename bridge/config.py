@@ -11,6 +11,7 @@ import comfy.model_base
 import comfy.supported_models_base
 import torch
 
+from ..checkpoints.stored_config import DIFFUSION_MODEL_CONFIG
 from ..files.dtypes import parse_dtype
 from ..supported_models import PREFIXES, Architecture, Match
 from ..text_encoders.tokenizer import bytes_tensor, tensor_bytes
@@ -18,9 +19,6 @@ from .latent import latent_format_class
 from .quantized import logical_shapes
 from .text_encoders import clip_target_of, split_text_encoder
 
-# A tensor beside the weights with the JSON of a header's `config` entry; ComfyUI's save nodes drop headers. Only files
-# whose shapes don't tell everything have one.
-CONFIG_TENSOR = "nativedit_config"
 PIXEL_SPACE_VAE = "pixel_space_vae"
 _HOST_ARGUMENTS = ("device", "dtype", "operations")
 
@@ -42,7 +40,7 @@ def match_weights(card: Architecture, state_dict: Mapping[str, torch.Tensor], pr
 
 def stored_config(state_dict: Mapping[str, torch.Tensor], prefix: str) -> dict[str, str]:
     """The configuration tensor in the form of a safetensors header, {} where there is none."""
-    tensor = state_dict.get(prefix + CONFIG_TENSOR)
+    tensor = state_dict.get(prefix + DIFFUSION_MODEL_CONFIG)
     return {} if tensor is None else {"config": tensor_bytes(tensor).decode("utf-8", "replace")}
 
 
@@ -103,14 +101,14 @@ class NativeDiTConfig(comfy.supported_models_base.BASE):
         if match is None:
             return state_dict
         weights = {part.name: part.take(value) for key, value in state_dict.items() for part in match.parts(key)}
-        weights.pop(CONFIG_TENSOR, None)
+        weights.pop(DIFFUSION_MODEL_CONFIG, None)
         return weights
 
     def process_unet_state_dict_for_saving(self, state_dict):
         state_dict = super().process_unet_state_dict_for_saving(state_dict)
         if self.travelling_config:
             text = json.dumps({"transformer": self.travelling_config})
-            state_dict["model.diffusion_model." + CONFIG_TENSOR] = bytes_tensor(text.encode())
+            state_dict["model.diffusion_model." + DIFFUSION_MODEL_CONFIG] = bytes_tensor(text.encode())
         return state_dict
 
     def clip_target(self, state_dict=None):

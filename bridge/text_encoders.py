@@ -13,6 +13,7 @@ import comfy.supported_models_base
 import comfy.utils
 import torch
 
+from ..checkpoints.stored_config import TEXT_ENCODER_CONFIG
 from ..files.errors import FileError
 from ..files.header import read_header
 from ..supported_models import Architecture, architectures, get_architecture
@@ -22,9 +23,6 @@ from ..text_encoders.tokenizer import JSON_TENSOR, SPIECE_TENSOR, Tokenizer, byt
 from .clip import PromptTokenizer, TextEncoderModel
 from .hooks import current_file, guarded, log, remember_file, wrap_once
 from .quantized import layer_formats, logical_shapes, unknown_format
-
-# Like config.CONFIG_TENSOR, for text encoders: written only where shapes don't tell family and configuration.
-CONFIG_TENSOR = "text_encoder_config"
 
 # ComfyUI's detect_te_model finds many of our families' keys familiar; these verdicts are right, all others mistakes
 # that end in a size mismatch or in NaN. By name, because older versions lack some.
@@ -95,7 +93,7 @@ def _only_prompt(cards: list[Architecture], family: TextEncoder) -> Architecture
 
 def _stored_config(state_dict: Mapping[str, torch.Tensor]) -> dict[str, str]:
     for key, value in state_dict.items():
-        if key == CONFIG_TENSOR or key.endswith("." + CONFIG_TENSOR):
+        if key.rpartition(".")[2] == TEXT_ENCODER_CONFIG:
             return {"config": tensor_bytes(value).decode("utf-8", "replace")}
     return {}
 
@@ -194,12 +192,12 @@ def target(found: Recognised, state_dict: Mapping[str, torch.Tensor], path: str,
 
 def _travelling_config(found: Recognised, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The configuration as a tensor, where a saved file's keys and shapes would be read differently."""
-    weights = {key: value for key, value in state_dict.items() if not key.endswith(CONFIG_TENSOR)}
+    weights = {key: value for key, value in state_dict.items() if not key.endswith(TEXT_ENCODER_CONFIG)}
     again = recognise(weights)
     if again is not None and again.family is found.family and _same(again.config, found.config):
         return {}
     text = json.dumps({"text_encoder": {"family": found.family.name, **found.config}})
-    return {CONFIG_TENSOR: bytes_tensor(text.encode())}
+    return {TEXT_ENCODER_CONFIG: bytes_tensor(text.encode())}
 
 
 def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:

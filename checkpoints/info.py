@@ -12,6 +12,7 @@ from ..files.source import open_source
 from ..supported_models import find_architecture
 from ..text_encoders.families import find_text_encoder
 from .kinds import TEXT_ENCODER, kind_of
+from .stored_config import metadata_of
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ def inspect(path: str | os.PathLike) -> CheckpointInfo:
         kind = kind_of(shapes)
         architecture, prefix, layout, config = None, "", None, {}
         if kind is TEXT_ENCODER:
-            found = find_text_encoder(shapes, source.metadata)
+            found = find_text_encoder(shapes, metadata_of(source))
             if found:
                 family, prefix, config = found[0]
                 architecture = family.name
-        elif (match := find_architecture(shapes, metadata=source.metadata)) is not None:
+        elif (match := find_architecture(shapes, metadata=metadata_of(source))) is not None:
             architecture, prefix, config = match.architecture.name, match.prefix, match.config
             layout = match.layout.name if match.layout else None
         infos = source.tensors.values()

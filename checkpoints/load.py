@@ -18,6 +18,7 @@ from ..supported_models import Match, Part, closest_architectures, find_architec
 from ..text_encoders.families import TextEncoder, find_text_encoder, module_keys
 from ..text_encoders.tokenizer import Tokenizer
 from .kinds import DIFFUSION_MODEL, TEXT_ENCODER, kind_of, wrong_slot
+from .stored_config import is_config, metadata_of
 
 # Tensors (uint8) that hold a tokenizer inside a checkpoint.
 TOKENIZER_KEYS = ("tokenizer_json", "tokenizer_config", "spiece_model")
@@ -37,7 +38,7 @@ class LoadedTextEncoder:
 
 def recognise(source: Source, *, architecture: str | None = None) -> Match:
     """The architecture of a diffusion model's file. Raises FileError that says what the file is instead."""
-    match = find_architecture(source.shapes(), metadata=source.metadata, architecture=architecture)
+    match = find_architecture(source.shapes(), metadata=metadata_of(source), architecture=architecture)
     if match is not None:
         return match
     kind = kind_of(source.shapes())
@@ -70,7 +71,7 @@ def load_diffusion_model(
         match = recognise(source, architecture=architecture)
         cls = match.architecture.module_class()
         arguments = {**match.config, **_known_arguments(cls, source.config or {}), **(config or {})}
-        names = {key: parts for key in source if (parts := match.parts(key))}
+        names = {key: parts for key in source if not is_config(key) and (parts := match.parts(key))}
         module = _build(cls, arguments, source, names, dtype, operations)
         fill(module, source, names, dtype=dtype, device=device, keep=match.architecture.keep_float32, progress=progress)
     module.dtype = parse_dtype(dtype) if dtype is not None else _common_dtype(module)
@@ -93,7 +94,7 @@ def load_text_encoder(
     tokenizer: a tokenizer's folder or file when it is neither in the checkpoint nor beside it.
     """
     with open_source(path, component="text_encoder") as source:
-        found = find_text_encoder(source.shapes(), source.metadata)
+        found = find_text_encoder(source.shapes(), metadata_of(source))
         matches = [match for match in found if family in (None, match[0].name)]
         if not matches:
             kind = kind_of(source.shapes())
