@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,9 +30,20 @@ def apply_values(graph: Graph, values: Mapping[str, Any]) -> None:
                 f"{target!r}: several nodes are called {name!r}; use the id: {', '.join(n.id for n in nodes)}"
             )
         else:
-            nodes[0].inputs[key] = value
+            nodes[0].inputs[key] = _typed(value, nodes[0].inputs.get(key))
     if problems:
         raise WorkflowError(graph.source, problems)
+
+
+def _typed(value: Any, before: Any) -> Any:
+    """A text from the command line as the number or truth that it replaces; a text that replaces a text stays one."""
+    if isinstance(value, str) and not isinstance(before, str):
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            return value
+        return parsed if isinstance(parsed, (bool, int, float)) else value
+    return value
 
 
 def _called(graph: Graph, name: str) -> list[Node]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support import DATA, rel_err
 
 sys.path.insert(0, str(Path(__file__).parent))
-import sampling_cases as toy  # noqa: E402
+import sampling_cases as toy
 
 RECORDED = DATA / "recorded" / "sampling_comfyui_0.33.0.safetensors"
 
