@@ -66,7 +66,13 @@ def run(
     from .graph import read_workflow
     from .overrides import apply_values, settle_seeds
 
-    graph = read_workflow(workflow)
+    if engine == "embedded":
+        from .declare import widgets_of
+    else:
+        from .remote import Server
+
+        widgets_of = Server(engine).widgets_of
+    graph = read_workflow(workflow, widgets_of)
     apply_values(graph, values or {})
     seeds = settle_seeds(graph, seed, lambda: random.SystemRandom().randint(0, LARGEST_RANDOM_SEED))
     if engine != "embedded":

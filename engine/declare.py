@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from .. import host as hosts
 from ..supported_models import import_dotted
+from .model_folders import FileList
+from .ui_graph import WidgetInput
 
-__all__ = ["engine_host", "io", "node_classes"]
+__all__ = ["engine_host", "io", "node_classes", "widgets_of"]
 
 _ROOT = __package__.rpartition(".")[0]
 
@@ -23,20 +28,49 @@ io: ModuleType = importlib.import_module(f"{_ROOT}.nodes._schema")
 _OWN = ("nodes_loaders", "nodes_conditioning", "nodes_latent", "nodes_sampling", "nodes_image", "nodes_utility")
 
 
+WIDGET_TYPES = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+
+
 @functools.cache
 def node_classes() -> dict[str, type]:
-    """class_type -> node class, the engine's own and the pack's."""
-    from ..host import current_host
-
-    current_host()  # schemas list files, so they can only be read while a host is set
+    """class_type -> node class, the engine's own and the pack's. A class is called as its node."""
     classes = list(import_dotted(".nodes:NODES"))
     for name in _OWN:
         classes += importlib.import_module(f".{name}", __package__).NODES
-    return {cls.define_schema().node_id: cls for cls in classes}
+    return {cls.__name__: cls for cls in classes}
+
+
+def widgets_of(class_type: str) -> list[WidgetInput] | None:
+    """The widgets of a node in the editor's order. Needs no host: what files there are does not matter."""
+    cls = node_classes().get(class_type)
+    if cls is None:
+        return None
+    with _no_files():
+        inputs = cls.define_schema().inputs
+    return [
+        WidgetInput(item.id, bool(getattr(item, "control_after_generate", False)))
+        for item in inputs
+        if item.io_type in WIDGET_TYPES and not getattr(item, "force_input", None)
+    ]
+
+
+class _NoFiles:
+    name = "engine"
+
+    def list_files(self, folder: str) -> FileList:
+        return FileList((), folder)
+
+
+@contextmanager
+def _no_files() -> Iterator[None]:
+    before = hosts._current
+    hosts.set_host(_NoFiles())
+    try:
+        yield
+    finally:
+        hosts.set_host(before)
 
 
 def engine_host() -> Any:
     """The running EngineHost, for the engine's own nodes."""
-    from ..host import current_host
-
-    return current_host()
+    return hosts.current_host()

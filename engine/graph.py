@@ -43,11 +43,13 @@ class Node:
 
 @dataclass
 class Graph:
-    """source: what messages call the workflow; workflow: the UI-format JSON that travelled with it, if any."""
+    """source: what messages call the workflow; workflow: the UI-format JSON that travelled with it, if any;
+    seed_places: where that JSON keeps a seed, (node id, input) -> (container, key)."""
 
     source: str
     nodes: dict[str, Node] = field(default_factory=dict)
     workflow: dict[str, Any] | None = None
+    seed_places: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
 
     def prompt(self) -> dict[str, Any]:
         """API-format JSON of the graph, as ComfyUI writes it into pictures."""
@@ -60,10 +62,11 @@ class Graph:
         return written
 
 
-def read_workflow(workflow: str | os.PathLike | Mapping[str, Any]) -> Graph:
-    """The graph in ``workflow``: a path, JSON text, or what json.load gives; API format, bare or as posted to ComfyUI.
+def read_workflow(workflow: str | os.PathLike | Mapping[str, Any], widgets: Any) -> Graph:
+    """The graph in ``workflow``: a path, JSON text, or what json.load gives.
 
-    Raises WorkflowError (also for UI-format JSON, which says how to export it), FileNotFoundError.
+    API format, bare or as posted to ComfyUI, or the format in which ComfyUI's editor saves; a PNG with either inside.
+    widgets: see ``ui_graph``. Raises WorkflowError, FileNotFoundError.
     """
     source, data = _load(workflow)
     if not isinstance(data, Mapping):
@@ -71,7 +74,7 @@ def read_workflow(workflow: str | os.PathLike | Mapping[str, Any]) -> Graph:
     if looks_like_ui(data):
         from .ui_graph import graph_from_ui
 
-        return graph_from_ui(source, data)
+        return graph_from_ui(source, data, widgets)
     graph = Graph(source)
     if looks_like_prompt(data.get("prompt")):
         graph.workflow = _extra_workflow(data)
@@ -82,7 +85,10 @@ def read_workflow(workflow: str | os.PathLike | Mapping[str, Any]) -> Graph:
         if node is not None:
             graph.nodes[node.id] = node
     if not graph.nodes and not problems:
-        problems.append("holds no node")
+        problems.append(
+            f"is no workflow: neither nodes in API format (class_type, inputs) nor a saved one (nodes, links); "
+            f"its first keys: {', '.join(map(str, list(data)[:5])) or 'none'}"
+        )
     if problems:
         raise WorkflowError(source, problems)
     return graph

@@ -10,7 +10,7 @@ from .declare import io
 class PrimitiveInt(io.ComfyNode):
     @staticmethod
     def value():
-        return io.Int.Input("value", min=-sys.maxsize, max=sys.maxsize)
+        return io.Int.Input("value", min=-sys.maxsize, max=sys.maxsize, control_after_generate=True)
 
     output = io.Int.Output
 
@@ -56,7 +56,7 @@ class SeedNode(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="SeedNode",
-            inputs=[io.Int.Input("seed", min=0, max=sys.maxsize)],
+            inputs=[io.Int.Input("seed", min=0, max=sys.maxsize, control_after_generate=True)],
             outputs=[io.Int.Output(display_name="seed")],
         )
 

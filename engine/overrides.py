@@ -70,4 +70,7 @@ def settle_seeds(graph: Graph, seed: int | None, draw: Callable[[], int]) -> dic
                 node.inputs[key] = draw()
             if isinstance(node.inputs[key], int):
                 settled[node.id] = node.inputs[key]
+            if (node.id, key) in graph.seed_places:
+                container, place = graph.seed_places[node.id, key]
+                container[place] = node.inputs[key]
     return settled

@@ -15,12 +15,14 @@ from ..files.paths import contained
 from .errors import NodeError, WorkflowError
 from .graph import Graph
 from .progress import Progress
+from .ui_graph import WidgetInput
 
 if TYPE_CHECKING:
     from . import RunResult
 
 __all__ = ["Server", "ServerError", "run_on_server"]
 
+WIDGET_TYPES = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 TIMEOUT = 30.0  # seconds for one answer, not for the run
 
 
@@ -49,6 +51,19 @@ class Server:
 
     def json(self, path: str, **query: str) -> Any:
         return _parsed(self.address + path, self.get(path, **query))
+
+    def widgets_of(self, class_type: str) -> list[WidgetInput] | None:
+        """The widgets of a node of this server, in the editor's order; None if it has no such node."""
+        found = self.json("/object_info/" + urllib.parse.quote(class_type, safe="")).get(class_type)
+        if found is None:
+            return None
+        widgets = []
+        for kind in ("required", "optional"):
+            for name, declared in found.get("input", {}).get(kind, {}).items():
+                options = declared[1] if len(declared) > 1 and isinstance(declared[1], dict) else {}
+                if (isinstance(declared[0], list) or declared[0] in WIDGET_TYPES) and not options.get("forceInput"):
+                    widgets.append(WidgetInput(name, bool(options.get("control_after_generate"))))
+        return widgets
 
     def _ask(self, path: str, body: bytes | None) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json"} if body is not None else {}

@@ -1,19 +1,205 @@
-"""UI-format JSON, as ComfyUI's editor saves it."""
+"""UI-format JSON, as ComfyUI's editor saves it, turned into a graph: what the editor does on File > Export (API).
+
+Links become direct: through reroutes, primitives, bypassed nodes and subgraphs (whose nodes get ids like
+"12:3"); muted nodes are left out. Widget values are saved by position, so the node's declaration names them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import WorkflowError
-from .graph import Graph
+from .errors import WorkflowError, node_name
+from .graph import Graph, Link, Node
+
+__all__ = ["WidgetInput", "graph_from_ui"]
+
+MUTED, BYPASSED = 2, 4
+EDITOR_ONLY = frozenset({"Note", "MarkdownNote", "PrimitiveNode", "Reroute"})
+# A subgraph's links name its own inputs and outputs as nodes of these ids.
+GRAPH_INPUT, GRAPH_OUTPUT = "-10", "-20"
+AFTER_GENERATE = ("fixed", "increment", "decrement", "randomize")
+SEEDS = ("seed", "noise_seed")
 
 
-def graph_from_ui(source: str, data: Mapping[str, Any]) -> Graph:
-    raise WorkflowError(
-        source,
-        [
-            "is a workflow as ComfyUI's editor saves it; running needs the API format: open it in ComfyUI and choose "
-            "File > Export (API)"
-        ],
-    )
+@dataclass(frozen=True)
+class WidgetInput:
+    """One input that the editor shows as a widget. controlled: a "control after generate" value follows it."""
+
+    name: str
+    controlled: bool = False
+
+
+# class -> its widgets in order, None for an unknown class
+Widgets = Callable[[str], "list[WidgetInput] | None"]
+
+
+@dataclass
+class _Scope:
+    """The editor's nodes and links of one level: the workflow itself, or one instance of a subgraph."""
+
+    prefix: str
+    nodes: dict[str, dict[str, Any]]
+    links: dict[str, tuple[str, int, str, int]]  # link id -> from node, from slot, to node, to slot
+    outer: _Scope | None = None
+    instance: dict[str, Any] | None = None
+    definition: Mapping[str, Any] | None = None
+    inner: dict[str, _Scope] = field(default_factory=dict)
+
+    def into(self, node_id: str, slot: int) -> tuple[str, int] | None:
+        """(from node, from slot) of what arrives at an input slot."""
+        for start, start_slot, end, end_slot in self.links.values():
+            if (end, end_slot) == (node_id, slot):
+                return start, start_slot
+        return None
+
+
+class _Value:
+    """A literal that stands where a link was: a primitive's, or a promoted widget's."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def graph_from_ui(source: str, data: Mapping[str, Any], widgets: Widgets) -> Graph:
+    """Raises WorkflowError that names every node that can't be converted."""
+    data = copy.deepcopy(dict(data))
+    definitions = {d["id"]: d for d in (data.get("definitions") or {}).get("subgraphs", ())}
+    graph = Graph(source, workflow=data)
+    problems: list[str] = []
+    root = _scope(data, definitions, problems)
+    for scope, node in _active(root):
+        converted = _convert(scope, node, widgets, graph)
+        graph.nodes[converted.id] = converted
+    if not graph.nodes and not problems:
+        problems.append("holds no node that runs")
+    if problems:
+        raise WorkflowError(source, problems)
+    return graph
+
+
+def _scope(level, definitions, problems, prefix="", outer=None, instance=None, path=()) -> _Scope:
+    scope = _Scope(prefix, {}, {}, outer, instance, level if outer else None)
+    for node in level.get("nodes", ()):
+        scope.nodes[str(node["id"])] = node
+    for link in level.get("links", ()):
+        if isinstance(link, Mapping):
+            keys = ("id", "origin_id", "origin_slot", "target_id", "target_slot")
+            link = [link.get(key) for key in keys]
+        if link:
+            number, start, start_slot, end, end_slot = link[:5]
+            scope.links[str(number)] = (str(start), int(start_slot), str(end), int(end_slot))
+    for node_id, node in scope.nodes.items():
+        kind = str(node.get("type"))
+        if kind in definitions:
+            if kind in path:
+                problems.append(f"node {prefix}{node_id}: a subgraph that contains itself")
+                continue
+            scope.inner[node_id] = _scope(
+                definitions[kind], definitions, problems, f"{prefix}{node_id}:", scope, node, (*path, kind)
+            )
+        elif _looks_like_uuid(kind):
+            name = node_name(prefix + node_id, kind, node.get("title", ""))
+            problems.append(f"{name}: a subgraph that the file does not define; save the workflow again in ComfyUI")
+    return scope
+
+
+def _looks_like_uuid(kind: str) -> bool:
+    return len(kind) == 36 and [len(part) for part in kind.split("-")] == [8, 4, 4, 4, 12]
+
+
+def _active(scope: _Scope) -> Iterator[tuple[_Scope, dict[str, Any]]]:
+    """Every node that runs, those of subgraphs in place of the subgraph."""
+    for node_id, node in scope.nodes.items():
+        if node.get("mode", 0) in (MUTED, BYPASSED):
+            continue
+        if node_id in scope.inner:
+            yield from _active(scope.inner[node_id])
+        elif node.get("type") not in EDITOR_ONLY:
+            yield scope, node
+
+
+def _convert(scope: _Scope, node: dict[str, Any], widgets: Widgets, graph: Graph) -> Node:
+    class_type = str(node["type"])
+    converted = Node(scope.prefix + str(node["id"]), class_type, {}, str(node.get("title") or ""))
+    declared = widgets(class_type)
+    for name, value, place in _widget_values(node, declared):
+        converted.inputs[name] = value
+        if name in SEEDS and place is not None:
+            graph.seed_places[converted.id, name] = place
+    for slot, given in enumerate(node.get("inputs") or ()):
+        found = _arriving(scope, str(node["id"]), slot)
+        if isinstance(found, _Value):
+            converted.inputs[given["name"]] = found.value
+        elif found is not None:
+            converted.inputs[given["name"]] = found
+    return converted
+
+
+def _widget_values(node: Mapping[str, Any], declared: list[WidgetInput] | None):
+    """(name, value, (container, key) where the editor keeps it)"""
+    values = node.get("widgets_values")
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield name, value, (values, name)
+        return
+    values, position = values or [], 0
+    for widget in declared or ():
+        if position >= len(values):
+            return
+        value, place = values[position], (values, position)
+        position += 1
+        follows = values[position] if position < len(values) else None
+        if (widget.controlled or widget.name in SEEDS) and follows in AFTER_GENERATE:
+            position += 1
+            value = -1 if follows == "randomize" else value
+        yield widget.name, value, place
+
+
+def _arriving(scope: _Scope, node_id: str, slot: int) -> Link | _Value | None:
+    """What an input slot gets, followed back to a node that runs. None: nothing, the widget's own value stays."""
+    start = scope.into(node_id, slot)
+    return None if start is None else _leaving(scope, *start)
+
+
+def _leaving(scope: _Scope, node_id: str, slot: int) -> Link | _Value | None:
+    if node_id == GRAPH_INPUT:
+        assert scope.outer is not None and scope.instance is not None
+        found = _arriving(scope.outer, str(scope.instance["id"]), slot)
+        return _promoted(scope, slot) if found is None else found
+    node = scope.nodes.get(node_id)
+    if node is None or node.get("mode", 0) == MUTED:
+        return None
+    if node.get("mode", 0) == BYPASSED:
+        passed = _passed_through(node, slot)
+        return None if passed is None else _arriving(scope, node_id, passed)
+    if node_id in scope.inner:
+        return _arriving(scope.inner[node_id], GRAPH_OUTPUT, slot)
+    if node["type"] == "Reroute":
+        return _arriving(scope, node_id, 0)
+    if node["type"] == "PrimitiveNode":
+        values = node.get("widgets_values") or [None]
+        drawn = len(values) > 1 and values[1] == "randomize"
+        return _Value(-1 if drawn else values[0])
+    return Link(scope.prefix + node_id, slot)
+
+
+def _promoted(scope: _Scope, slot: int) -> _Value | None:
+    """The value that a subgraph's instance holds for one of its inputs, if it holds any."""
+    values = scope.instance.get("widgets_values") or []
+    shown = [i for i, given in enumerate(scope.instance.get("inputs") or ()) if given.get("widget")]
+    if slot in shown and len(values) == len(shown):
+        return _Value(values[shown.index(slot)])
+    return None
+
+
+def _passed_through(node: Mapping[str, Any], slot: int) -> int | None:
+    """The input slot that a bypassed node hands on at an output: of the same type, the one of the same number first."""
+    outputs, inputs = node.get("outputs") or [], node.get("inputs") or []
+    if slot >= len(outputs):
+        return None
+    wanted = outputs[slot].get("type")
+    order = [slot, *range(len(inputs))]
+    return next((i for i in order if i < len(inputs) and inputs[i].get("type") == wanted), None)
