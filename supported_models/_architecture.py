@@ -167,7 +167,9 @@ class Match:
         if not key.startswith(self.prefix):
             return ()
         key = key[len(self.prefix) :]
-        return self.layout.parts(key) if self.layout else (Part(key),)
+        if self.layout:
+            return self.layout.parts(key)
+        return () if any(re.search(pattern, key) for pattern in self.architecture.ignored) else (Part(key),)
 
 
 def _strip(shapes: Shapes, prefix: str) -> Shapes:
@@ -204,8 +206,9 @@ class Architecture:
     memory_usage_factor: float = 1.0
     # what may be quantized?
     quantization: CardPolicy | None = None
-    # how do other layouts map?
+    # how do other layouts map? keys of published files that hold nothing of ours (regular expressions, in our layout)
     layouts: tuple[KeyMap, ...] = ()
+    ignored: tuple[str, ...] = ()
     lora_prefixes: tuple[str, ...] = ("diffusion_model.", "transformer.", "", "base_model.model.")
     # which files? component -> known file names, best first
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
