@@ -114,7 +114,7 @@ def settle(evidence: Evidence) -> Layer | None:
             raise Unsettled("unsupported", f"its weight is {weight.dtype}, which no ComfyUI format uses")
         return None
     if len(weight.shape) < 2 or 0 in weight.shape:
-        return _cast(evidence) if weight.dtype in _FP8 and "weight_scale" not in evidence.infos else _unscaled(evidence)
+        return _unscaled(evidence)
     _refuse_foreign(evidence, claim)
     layer = _by_tensors(evidence, claim)
     if layer is None:
@@ -262,7 +262,8 @@ def _fp8(evidence: Evidence, claim: _Claim | None, name: str, notes: tuple[str, 
     if per_row:
         # ComfyUI dequantizes it right, but its fast product raises on such a scale.
         recipe = replace(recipe, full_precision=True)
-        notes += ("one scale per row: only usable with full precision products",)
+        if claim is None or not claim.full_precision:
+            notes += ("one scale per row: only usable with full precision products",)
     return _layer(evidence, recipe, weight.shape, notes=notes)
 
 
@@ -429,7 +430,7 @@ def _with_notes(evidence: Evidence, claim: _Claim | None, layer: Layer) -> Layer
         notes.append("its marker was changed after it was written: our record of these bytes was used")
     shape, exact = _logical_shape(evidence, layer)
     scale = evidence.infos.get("weight_scale")
-    if scale is not None:
+    if scale is not None and not (recipe.format in _FP8.values() and scale.shape == (shape[0], 1)):
         expected = FORMATS[recipe.format].entries(shape, recipe)["weight_scale"]
         if (scale.dtype, scale.shape) != expected and not any("uint8" in note for note in notes):
             notes.append(

@@ -184,13 +184,10 @@ def canonical_state_dict(source: Source, *, prefix: str = "") -> dict[str, torch
     state: dict[str, torch.Tensor] = {}
     for layer in found.layers.values():
         used.update(layer.keys.values())
-        if not layer.name.startswith(prefix):
-            continue
-        name = layer.name[len(prefix) :]
-        tensors = canonical_tensors(source, layer)
-        state.update({f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()})
-        if layer.dialect != "cast":
-            state[f"{name}.{MARKER}"] = encode_marker(layer.marker())
+        own = dict(canonical_tensors(source, layer)) if f"{layer.name}.".startswith(prefix) else {}
+        if own and layer.dialect != "cast":
+            own[MARKER] = encode_marker(layer.marker())
+        state.update({f"{layer.name}.{suffix}"[len(prefix) :]: tensor for suffix, tensor in own.items()})
     for key in source:
         if key not in used and key.startswith(prefix):
             tensor = source.read(key)
