@@ -118,5 +118,5 @@ class Execution:
         """A picture that was deleted since is made again."""
         if outcome is None or not outcome.ui:
             return outcome
-        files = [self.host.path_of(picture) for picture in outcome.ui.get("images", ())]
-        return outcome if all(path.is_file() for path in files) else None
+        written = [entry for entries in outcome.ui.values() for entry in entries if "filename" in entry]
+        return outcome if all(self.host.path_of(entry).is_file() for entry in written) else None

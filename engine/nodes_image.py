@@ -8,7 +8,7 @@ import string
 import torch
 
 from .declare import engine_host, io
-from .pictures import file_digest, input_pictures, read_picture, save_pictures
+from .pictures import file_digest, input_file, read_picture, save_pictures
 from .scale import IMAGE_METHODS, resize
 
 LARGEST = 16384
@@ -66,15 +66,15 @@ class LoadImage(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, image):
-        return input_pictures(engine_host(), image)[1] or True
+        return input_file(engine_host(), image)[1] or True
 
     @classmethod
     def fingerprint_inputs(cls, image):
-        return file_digest(input_pictures(engine_host(), image)[0])
+        return file_digest(input_file(engine_host(), image)[0])
 
     @classmethod
     def execute(cls, image):
-        return io.NodeOutput(*read_picture(input_pictures(engine_host(), image)[0]))
+        return io.NodeOutput(*read_picture(input_file(engine_host(), image)[0]))
 
 
 class ImageScale(io.ComfyNode):

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
-from .declare import io
+import torch
+
+from ..files.errors import FileError
+from ..files.source import open_source
+from .declare import engine_host, io
+from .pictures import NumberedFiles, file_digest, input_file
+
+# Its presence says that the tensor is raw, not scaled as very old files have it.
+VERSION_KEY = "latent_format_version_0"
 
 
 class PrimitiveInt(io.ComfyNode):
@@ -65,4 +74,56 @@ class SeedNode(io.ComfyNode):
         return io.NodeOutput(seed)
 
 
-NODES = [PrimitiveInt, PrimitiveFloat, PrimitiveString, PrimitiveStringMultiline, PrimitiveBoolean, SeedNode]
+class SaveLatent(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="SaveLatent",
+            inputs=[io.Latent.Input("samples"), io.String.Input("filename_prefix", default="latents/ComfyUI")],
+            outputs=[],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, samples, filename_prefix="latents/ComfyUI"):
+        from safetensors.torch import save
+
+        texts = {"prompt": cls.hidden.prompt, **(cls.hidden.extra_pnginfo or {})}
+        metadata = {key: json.dumps(value) for key, value in texts.items() if value is not None}
+        tensors = {"latent_tensor": samples["samples"].contiguous(), VERSION_KEY: torch.zeros(0)}
+        files = NumberedFiles(engine_host().output_dir, filename_prefix, suffix=".latent")
+        return io.NodeOutput(ui={"latents": [files.write(save(tensors, metadata))]})
+
+
+class LoadLatent(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(node_id="LoadLatent", inputs=[io.String.Input("latent")], outputs=[io.Latent.Output()])
+
+    @classmethod
+    def validate_inputs(cls, latent):
+        return input_file(engine_host(), latent)[1] or True
+
+    @classmethod
+    def fingerprint_inputs(cls, latent):
+        return file_digest(input_file(engine_host(), latent)[0])
+
+    @classmethod
+    def execute(cls, latent):
+        with open_source(input_file(engine_host(), latent)[0]) as source:
+            if VERSION_KEY not in source:
+                raise FileError(source.path, "is not a latent that SaveLatent wrote, or of a kind too old to know")
+            return io.NodeOutput({"samples": source.read("latent_tensor").float()})
+
+
+NODES = [
+    PrimitiveInt,
+    PrimitiveFloat,
+    PrimitiveString,
+    PrimitiveStringMultiline,
+    PrimitiveBoolean,
+    SeedNode,
+    SaveLatent,
+    LoadLatent,
+]

@@ -17,7 +17,7 @@ import torch
 from ..files.errors import UnsafePath
 from ..files.paths import contained
 
-__all__ = ["expand_prefix", "file_digest", "input_pictures", "read_picture", "save_pictures"]
+__all__ = ["NumberedFiles", "expand_prefix", "file_digest", "input_file", "read_picture", "save_pictures"]
 
 # Letters of a %date:...% template, as ComfyUI's editor reads them.
 _DATE = {"yyyy": "%Y", "yy": "%y", "MM": "%m", "M": "%-m", "dd": "%d", "d": "%-d"}
@@ -60,6 +60,38 @@ def expand_prefix(
     return re.sub(r"%([^%]+)%", value, prefix)
 
 
+class NumberedFiles:
+    """Files prefix_00001_.png, prefix_00002_.png ... under a folder, described as ComfyUI's nodes do.
+
+    prefix: may hold subfolders and templates; one that leaves ``folder`` raises UnsafePath.
+    """
+
+    def __init__(self, folder: Path, prefix: str, *, suffix: str = ".png", kind: str = "output"):
+        self.target = contained(folder, prefix)
+        self.base = Path(os.path.realpath(folder))
+        self.suffix, self.kind = suffix, kind
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self.counter = _next_number(self.target)
+
+    def write(self, data: bytes, batch_number: int = 0) -> dict[str, str]:
+        """Takes the first free number; another process may be taking numbers at the same time."""
+        stem = self.target.name.replace("%batch_num%", str(batch_number))
+        while True:
+            path = self.target.with_name(f"{stem}_{self.counter:05}_{self.suffix}")
+            self.counter += 1
+            try:
+                with open(path, "xb") as file:
+                    file.write(data)
+                break
+            except FileExistsError:
+                continue
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+        subfolder = path.parent.relative_to(self.base).as_posix()
+        return {"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": self.kind}
+
+
 def save_pictures(
     pictures: torch.Tensor,
     folder: Path,
@@ -70,24 +102,13 @@ def save_pictures(
     kind: str = "output",
     compress_level: int = 4,
 ) -> list[dict[str, str]]:
-    """Writes pictures [B, H, W, 3] from 0 to 1; returns ComfyUI's description of each: filename, subfolder, type.
-
-    prefix: may hold subfolders and templates; one that leaves ``folder`` raises UnsafePath.
-    """
+    """Writes pictures [B, H, W, 3] from 0 to 1; returns ComfyUI's description of each: filename, subfolder, type."""
     prefix = expand_prefix(prefix, width=pictures.shape[2], height=pictures.shape[1], prompt=prompt)
-    target = contained(folder, prefix)
-    base = Path(os.path.realpath(folder))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    counter = _next_number(target)
-    saved = []
-    for number, picture in enumerate(pictures):
-        stem = target.name.replace("%batch_num%", str(number))
-        data = png_bytes(picture, prompt, extra_pnginfo, compress_level)
-        counter, path = _write_new(target.parent, stem, counter, data)
-        counter += 1
-        subfolder = path.parent.relative_to(base).as_posix()
-        saved.append({"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": kind})
-    return saved
+    files = NumberedFiles(folder, prefix, kind=kind)
+    return [
+        files.write(png_bytes(picture, prompt, extra_pnginfo, compress_level), number)
+        for number, picture in enumerate(pictures)
+    ]
 
 
 def png_bytes(
@@ -119,32 +140,17 @@ def _next_number(target: Path) -> int:
     return max(numbers) + 1
 
 
-def _write_new(folder: Path, stem: str, counter: int, data: bytes) -> tuple[int, Path]:
-    """Takes the first free number from ``counter`` on; another process may be taking numbers at the same time."""
-    while True:
-        path = folder / f"{stem}_{counter:05}_.png"
-        try:
-            with open(path, "xb") as file:
-                file.write(data)
-            return counter, path
-        except FileExistsError:
-            counter += 1
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-
-
-def input_pictures(host: Any, name: str) -> tuple[Path, str | None]:
-    """(path of a picture that a workflow names, what is wrong or None). "name [output]" means the output folder."""
+def input_file(host: Any, name: str) -> tuple[Path, str | None]:
+    """(path of an input that a workflow names, what is wrong or None). "name [output]" means the output folder."""
     roots = {"input": host.input_dir, "output": host.output_dir, "temp": host.temp_dir}
     match = re.fullmatch(r"(.*?)\s*\[(input|output|temp)\]", name)
     name, root = (match[1], roots[match[2]]) if match else (name, roots["input"])
     try:
         path = contained(root, name)
     except UnsafePath as error:
-        return root, f"input image: {error}"
+        return root, f"input file: {error}"
     if not path.is_file():
-        return path, f"input image names a file that is not there: {path}; put it there, or give --input-dir"
+        return path, f"names an input file that is not there: {path}; put it there, or give --input-dir"
     return path, None
 
 
