@@ -56,7 +56,7 @@ class SelfAttention(torch.nn.Module):
         self.lambda_param = torch.nn.Parameter(torch.ones(1, device=device, dtype=dtype)) if residual_v else None
 
     def forward(self, x, pe, first_v=None, transformer_options=None):
-        """first_v: the first block's values [B, L, H, D], None in the first block. Returns the result and its values."""
+        """first_v: the first block's values [B, L, H, D], None in the first block. Returns result and values."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         if self.lambda_param is not None and first_v is not None:
             v = torch.lerp(first_v, v, self.lambda_param.to(v))
