@@ -36,6 +36,7 @@ TEXT = {
     "qk_norm": True,
     "rope_theta": 5_000_000.0,
 }
+ODD_TEXT = {**TEXT, "rope_theta": 300.0, "rms_norm_eps": 1e-3}
 
 
 def random_state(module: torch.nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -110,6 +111,7 @@ def write_models(models: Path) -> None:
     save_file(dit_state(ODD), diffusion / "odd.safetensors", header("transformer", ODD))
     save_file(text, encoders / "tiny_text.safetensors", {"format": "pt"})
     save_file({**text_state(dtype=torch.bfloat16), **tokenizer_tensor()}, encoders / "tiny_text_bf16.safetensors")
+    save_file(text, encoders / "odd_text.safetensors", header("text_encoder", {"family": "qwen3_vl", **ODD_TEXT}))
     in_one = {PREFIX + k: v for k, v in dit.items()} | {f"text_encoders.{k}": v for k, v in text.items()}
     save_file(in_one, models / "checkpoints" / "tiny_all.safetensors", {"format": "pt"})
 
