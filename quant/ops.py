@@ -1,6 +1,6 @@
 """Layers that load comfy_quant entries: pass one of these namespaces as ``operations=`` to any module of the pack.
 
-A layer without a marker behaves as in `CastOps`. With one, ``load_state_dict(strict=True)`` takes the side tensors
+A layer without a marker keeps its dtype and computes in its input's. With one, ``load_state_dict(strict=True)`` takes the side tensors
 and the marker along, `state_dict` gives them back unchanged, and `forward` multiplies
 
 * `QuantOps`: in the format itself where the device has a fast product for it and the marker does not forbid it, else
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from ..files import TensorInfo
 from ..files.dtypes import name_of
-from ..ldm.layers.operations import CastOps
+from . import cast
 from .evidence import Evidence, Unsettled, settle
 from .formats import FORMATS
 from .kitchen import as_quantized_tensor, dequantize_matrix, layout_of
@@ -32,25 +32,9 @@ from .reader import ROLES
 __all__ = ["ComfyUIOps", "DequantizedOps", "QuantOps"]
 
 _INTEGER = frozenset({"int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"})
-_FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 
 
-def _is_fp8(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.itemsize == 1 and tensor.is_floating_point()
-
-
-class _NoFloat8:
-    """Small tensors are widened when they arrive: a norm or bias in float8 fails in the first plain sum."""
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        for name in list(self._parameters):
-            tensor = state_dict.get(prefix + name)
-            if tensor is not None and tensor.ndim < 2 and _is_fp8(tensor):
-                state_dict[prefix + name] = tensor.to(torch.bfloat16)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-class _Quantized(_NoFloat8):
+class _Quantized(cast.FromFile):
     """What Linear, Embedding and the expert bank share: loading, saving, moving."""
 
     _products = "auto"
@@ -195,7 +179,7 @@ def _quantized_input(module: _Quantized, x: torch.Tensor) -> torch.Tensor:
     return QuantizedTensor(stored, FORMATS[name].layout, params)
 
 
-class _Linear(_Quantized, CastOps.Linear):
+class _Linear(_Quantized, cast.Linear):
     def _logical_shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
 
@@ -211,7 +195,7 @@ class _Linear(_Quantized, CastOps.Linear):
         return F.linear(x, self.dequantized(x.dtype), bias)
 
 
-class _Embedding(_Quantized, CastOps.Embedding):
+class _Embedding(_Quantized, cast.Embedding):
     """``forward(ids, out_dtype=None)``: quantized rows come out in ``out_dtype``, bfloat16 unless named.
 
     As in ComfyUI, int8 rows are rounded to bfloat16 first, float8 rows are computed in ``out_dtype``.
@@ -222,7 +206,7 @@ class _Embedding(_Quantized, CastOps.Embedding):
 
     def forward(self, ids: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         if self._layer is None:
-            rows = F.embedding(ids, self.weight.to(torch.bfloat16) if _is_fp8(self.weight) else self.weight)
+            rows = F.embedding(ids, self.weight.to(torch.bfloat16) if cast.is_float8(self.weight) else self.weight)
             return rows if out_dtype is None else rows.to(out_dtype)
         recipe, stored = self._layer.recipe, self._stored()
         dtype = torch.bfloat16 if recipe.format == "int8_tensorwise" or out_dtype is None else out_dtype
@@ -284,20 +268,15 @@ class _MoEExperts(_Quantized, torch.nn.Module):
         return out if self.bias is None else out + self.bias.to(device=x.device, dtype=x.dtype).unsqueeze(1)
 
 
-def _widened(name: str) -> type:
-    base = getattr(CastOps, name)
-    return type(name, (_NoFloat8, base), {"__doc__": base.__doc__, "__module__": __name__})
-
-
-class QuantOps(CastOps):
+class QuantOps:
     """Multiplies in the stored format where the device is fast at it, else dequantized."""
 
-    RMSNorm = _widened("RMSNorm")
-    LayerNorm = _widened("LayerNorm")
-    GroupNorm = _widened("GroupNorm")
-    Conv1d = _widened("Conv1d")
-    Conv2d = _widened("Conv2d")
-    Conv3d = _widened("Conv3d")
+    RMSNorm = cast.RMSNorm
+    LayerNorm = cast.LayerNorm
+    GroupNorm = cast.GroupNorm
+    Conv1d = cast.Conv1d
+    Conv2d = cast.Conv2d
+    Conv3d = cast.Conv3d
 
     class Linear(_Linear):
         pass
