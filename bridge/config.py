@@ -16,7 +16,7 @@ from ..files.dtypes import parse_dtype
 from ..supported_models import PREFIXES, Architecture, Match
 from ..text_encoders.tokenizer import bytes_tensor, tensor_bytes
 from .latent import latent_format_class
-from .quantized import logical_shapes
+from .quantized import logical_shapes, stored_tensor
 from .text_encoders import clip_target_of, split_text_encoder
 
 PIXEL_SPACE_VAE = "pixel_space_vae"
@@ -105,7 +105,8 @@ class NativeDiTConfig(comfy.supported_models_base.BASE):
         return weights
 
     def process_unet_state_dict_for_saving(self, state_dict):
-        state_dict = super().process_unet_state_dict_for_saving(state_dict)
+        plain = {key: stored_tensor(value) for key, value in state_dict.items()}
+        state_dict = super().process_unet_state_dict_for_saving(plain)
         if self.travelling_config:
             text = json.dumps({"transformer": self.travelling_config})
             state_dict["model.diffusion_model." + DIFFUSION_MODEL_CONFIG] = bytes_tensor(text.encode())

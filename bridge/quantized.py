@@ -43,6 +43,11 @@ def logical_shapes(state_dict: Mapping[str, torch.Tensor]) -> dict[str, tuple[in
     return shapes
 
 
+def stored_tensor(value: torch.Tensor) -> torch.Tensor:
+    """The codes of a quantized weight. ComfyUI 0.8 hands the wrapper to its save nodes, which then write garbage."""
+    return value._qdata if isinstance(value, comfy.quant_ops.QuantizedTensor) else value
+
+
 def unknown_format(state_dict: Mapping[str, torch.Tensor], prefix: str = "") -> str | None:
     """A sentence on the first layer whose format this ComfyUI can't read, None if it reads all of them."""
     for layer, name in layer_formats(state_dict, prefix).items():

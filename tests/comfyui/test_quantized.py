@@ -81,7 +81,11 @@ def test_a_quantized_model_takes_a_lora_and_survives_saving(server: Server, late
 
     result, log = server.log_during(lambda: latent(with_lora("saved_quantized.safetensors")))
 
-    assert torch.equal(result, latent(with_lora(file)))
+    saved_weights = files.tensors(server.models("diffusion_models") / "saved_quantized.safetensors")
+    for key, value in files.tensors(server.models("diffusion_models") / file).items():
+        assert torch.equal(saved_weights[files.PREFIX + key].float(), value.float()), key
+    # ComfyUI rounds a patched weight back to its codes at random.
+    assert rel_err(result, latent(with_lora(file))) < 0.02
     assert rel_err(result, latent(text_to_latent(model=file, cfg=1.0))) > 1e-2
     assert "lora key not loaded" not in log
 
