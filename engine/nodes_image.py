@@ -159,4 +159,14 @@ class InvertMask(io.ComfyNode):
         return io.NodeOutput(1.0 - mask)
 
 
-NODES = [SaveImage, PreviewImage, LoadImage, ImageScale, ImageScaleBy, ImageInvert, SolidMask, InvertMask]
+class MaskToImage(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(node_id="MaskToImage", inputs=[io.Mask.Input("mask")], outputs=[io.Image.Output()])
+
+    @classmethod
+    def execute(cls, mask):
+        return io.NodeOutput(mask.reshape(-1, *mask.shape[-2:], 1).expand(-1, -1, -1, 3))
+
+
+NODES = [SaveImage, PreviewImage, LoadImage, ImageScale, ImageScaleBy, ImageInvert, SolidMask, InvertMask, MaskToImage]

@@ -1,0 +1,322 @@
+"""Workflows as ComfyUI's editor saves them become what its File > Export (API) gives."""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ROOT
+
+SUBGRAPH = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
+NESTED = "1f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
+
+
+class Level:
+    """Nodes and links of one level, as the editor writes them."""
+
+    def __init__(self) -> None:
+        self.nodes: list[dict[str, Any]] = []
+        self.links: list[list[Any]] = []
+        self._numbers = count(1)
+
+    def add(self, number: int, kind: str, inputs: str = "", outputs: str = "", widgets: Any = (), **more: Any) -> None:
+        """inputs, outputs: "model:MODEL clip:CLIP"; a name with * in front is a widget turned into an input."""
+        self.nodes.append(
+            {
+                "id": number,
+                "type": kind,
+                "mode": 0,
+                "inputs": [_socket(text) for text in inputs.split()],
+                "outputs": [_socket(text) for text in outputs.split()],
+                "widgets_values": widgets if isinstance(widgets, dict) else list(widgets),
+                **more,
+            }
+        )
+
+    def link(self, start: int, start_slot: int, end: int, end_slot: int, kind: str = "*") -> int:
+        number = next(self._numbers)
+        self.links.append([number, start, start_slot, end, end_slot, kind])
+        return number
+
+    def saved(self, subgraphs: list[dict[str, Any]] = ()) -> dict[str, Any]:
+        return {
+            "nodes": self.nodes,
+            "links": self.links,
+            "definitions": {"subgraphs": list(subgraphs)},
+            "version": 0.4,
+        }
+
+    def subgraph(self, uuid: str, inputs: str, outputs: str) -> dict[str, Any]:
+        keys = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
+        return {
+            "id": uuid,
+            "name": "Inside",
+            "nodes": self.nodes,
+            "links": [dict(zip(keys, link, strict=True)) for link in self.links],
+            "inputs": [_socket(text) for text in inputs.split()],
+            "outputs": [_socket(text) for text in outputs.split()],
+        }
+
+
+def _socket(text: str) -> dict[str, Any]:
+    name, _, kind = text.lstrip("*").partition(":")
+    return {"name": name, "type": kind, "link": None} | ({"widget": {"name": name}} if text[0] == "*" else {})
+
+
+def converted(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{id: (class and inputs)} of the graph that the file means."""
+    from nativedit.engine.declare import widgets_of
+    from nativedit.engine.graph import read_workflow
+
+    prompt = read_workflow(saved, widgets_of).prompt()
+    return {key: {"class": node["class_type"], **node["inputs"]} for key, node in prompt.items()}
+
+
+def refused(saved: dict[str, Any]) -> str:
+    from nativedit.engine.errors import WorkflowError
+
+    with pytest.raises(WorkflowError) as caught:
+        converted(saved)
+    return str(caught.value)
+
+
+def test_the_demo_workflow_is_its_own_export():
+    saved = json.loads((ROOT / "example_workflows" / "nativedit_demo.json").read_text(encoding="utf-8"))
+    exported = json.loads((ROOT / "example_workflows" / "api" / "nativedit_demo.json").read_text(encoding="utf-8"))
+
+    assert converted(saved) == {key: {"class": n["class_type"], **n["inputs"]} for key, n in exported.items()}
+
+
+def text_level() -> Level:
+    """A text encoder, a prompt, a reroute between them."""
+    level = Level()
+    level.add(1, "CLIPLoader", "", "CLIP:CLIP", ["te.safetensors", "sd3", "default"])
+    level.add(2, "Reroute", ":*", ":CLIP")
+    level.add(3, "CLIPTextEncode", "clip:CLIP *text:STRING", "CONDITIONING:CONDITIONING", ["a cat"])
+    level.link(1, 0, 2, 0)
+    level.link(2, 0, 3, 0)
+    return level
+
+
+def test_a_reroute_is_a_wire():
+    assert converted(text_level().saved()) == {
+        "1": {"class": "CLIPLoader", "clip_name": "te.safetensors", "type": "sd3", "device": "default"},
+        "3": {"class": "CLIPTextEncode", "clip": ["1", 0], "text": "a cat"},
+    }
+
+
+def test_a_primitive_hands_its_value_on():
+    level = text_level()
+    level.add(4, "PrimitiveNode", "", "STRING:STRING", ["a dog"])
+    level.link(4, 0, 3, 1)
+
+    assert converted(level.saved())["3"]["text"] == "a dog"
+
+
+def test_a_widget_turned_into_an_input_takes_its_link():
+    level = text_level()
+    level.add(4, "PrimitiveString", "", "STRING:STRING", ["a dog"])
+    level.link(4, 0, 3, 1)
+
+    assert converted(level.saved())["3"]["text"] == ["4", 0]
+
+
+def test_notes_are_left_out():
+    level = text_level()
+    level.add(5, "MarkdownNote", widgets=["hello"])
+    level.add(6, "Note", widgets=["hello"])
+
+    assert set(converted(level.saved())) == {"1", "3"}
+
+
+def test_widget_values_by_name_are_understood():
+    level = Level()
+    level.add(1, "EmptyLatentImage", "", "LATENT:LATENT", {"width": 64, "height": 32, "batch_size": 2})
+
+    assert converted(level.saved())["1"] == {"class": "EmptyLatentImage", "width": 64, "height": 32, "batch_size": 2}
+
+
+def sampler_level(control: str = "fixed") -> Level:
+    level = Level()
+    level.add(1, "UNETLoader", "", "MODEL:MODEL", ["m.safetensors", "default"])
+    sockets = "model:MODEL positive:CONDITIONING negative:CONDITIONING latent_image:LATENT"
+    level.add(2, "KSampler", sockets, "LATENT:LATENT", [42, control, 20, 4.0, "euler", "simple", 1.0])
+    level.link(1, 0, 2, 0)
+    return level
+
+
+def test_the_control_after_a_seed_is_no_value_of_the_node():
+    node = converted(sampler_level().saved())["2"]
+
+    assert (node["seed"], node["steps"], node["cfg"], node["sampler_name"]) == (42, 20, 4.0, "euler")
+
+
+def test_a_seed_to_be_randomized_is_drawn_and_embedded():
+    from nativedit.engine.declare import widgets_of
+    from nativedit.engine.graph import read_workflow
+    from nativedit.engine.overrides import settle_seeds
+
+    graph = read_workflow(sampler_level("randomize").saved(), widgets_of)
+
+    assert settle_seeds(graph, None, lambda: 1234) == {"2": 1234}
+    assert graph.prompt()["2"]["inputs"]["seed"] == 1234
+    assert graph.workflow["nodes"][1]["widgets_values"][0] == 1234
+
+
+def bypass_level(mode: int) -> Level:
+    level = sampler_level()
+    level.add(3, "LoraLoader", "model:MODEL clip:CLIP", "MODEL:MODEL CLIP:CLIP", ["l.safetensors", 1.0, 1.0], mode=mode)
+    level.add(4, "CLIPLoader", "", "CLIP:CLIP", ["te.safetensors", "sd3", "default"])
+    level.add(5, "CLIPTextEncode", "clip:CLIP", "CONDITIONING:CONDITIONING", ["x"])
+    level.links.clear()
+    level.link(1, 0, 3, 0)
+    level.link(4, 0, 3, 1)
+    level.link(3, 0, 2, 0)
+    level.link(3, 1, 5, 0)
+    return level
+
+
+def test_a_bypassed_node_hands_on_what_has_the_same_type():
+    graph = converted(bypass_level(4).saved())
+
+    assert "3" not in graph
+    assert graph["2"]["model"] == ["1", 0] and graph["5"]["clip"] == ["4", 0]
+
+
+def test_a_muted_node_takes_its_links_with_it():
+    graph = converted(bypass_level(2).saved())
+
+    assert "3" not in graph
+    assert "model" not in graph["2"] and "clip" not in graph["5"]
+
+
+def test_a_required_input_that_was_lost_is_one_clear_error(run):
+    from nativedit.engine.errors import WorkflowError
+
+    level = bypass_level(2)
+    level.add(9, "SaveLatent", "samples:LATENT", "", ["x"])
+    level.link(2, 0, 9, 0)
+    with pytest.raises(WorkflowError, match=r"node 2 KSampler: input model \(MODEL\) is not set"):
+        run(level.saved())
+
+
+def inner_level() -> Level:
+    """CLIP in; two conditionings out; the text of the first is promoted to the instance."""
+    inner = Level()
+    inner.add(1, "CLIPTextEncode", "clip:CLIP *text:STRING", "CONDITIONING:CONDITIONING", ["inner text"])
+    inner.add(2, "ConditioningZeroOut", "conditioning:CONDITIONING", "CONDITIONING:CONDITIONING")
+    inner.link(-10, 0, 1, 0)
+    inner.link(-10, 1, 1, 1)
+    inner.link(1, 0, 2, 0)
+    inner.link(1, 0, -20, 0)
+    inner.link(2, 0, -20, 1)
+    return inner
+
+
+def outer_level(values: Any = (), **more: Any) -> dict[str, Any]:
+    outer = Level()
+    outer.add(1, "CLIPLoader", "", "CLIP:CLIP", ["te.safetensors", "sd3", "default"])
+    sockets = "positive:CONDITIONING negative:CONDITIONING"
+    outer.add(7, SUBGRAPH, "clip:CLIP *text:STRING", sockets, values, **more)
+    outer.add(8, "ConditioningCombine", "conditioning_1:CONDITIONING conditioning_2:CONDITIONING", "C:CONDITIONING")
+    outer.link(1, 0, 7, 0)
+    outer.link(7, 0, 8, 0)
+    outer.link(7, 1, 8, 1)
+    return outer.saved([inner_level().subgraph(SUBGRAPH, "clip:CLIP text:STRING", sockets)])
+
+
+def test_a_subgraph_is_opened():
+    graph = converted(outer_level())
+
+    assert graph == {
+        "1": {"class": "CLIPLoader", "clip_name": "te.safetensors", "type": "sd3", "device": "default"},
+        "7:1": {"class": "CLIPTextEncode", "clip": ["1", 0], "text": "inner text"},
+        "7:2": {"class": "ConditioningZeroOut", "conditioning": ["7:1", 0]},
+        "8": {"class": "ConditioningCombine", "conditioning_1": ["7:1", 0], "conditioning_2": ["7:2", 0]},
+    }
+
+
+def test_an_instance_has_values_of_its_own():
+    assert converted(outer_level(["outer text"]))["7:1"]["text"] == "outer text"
+
+
+def test_a_subgraph_in_a_subgraph_with_eight_outputs():
+    inner = Level()
+    for number in range(1, 9):
+        inner.add(number, "PrimitiveInt", "", "INT:INT", [number, "fixed"])
+        inner.link(number, 0, -20, number - 1)
+    ints = " ".join(f"o{number}:INT" for number in range(8))
+    middle = Level()
+    middle.add(3, NESTED, "", ints)
+    for slot in range(8):
+        middle.link(3, slot, -20, slot)
+    outer = Level()
+    outer.add(5, SUBGRAPH, "", ints)
+    outer.add(6, "EmptyLatentImage", "*width:INT *height:INT *batch_size:INT", "LATENT:LATENT", [64, 64, 1])
+    outer.link(5, 7, 6, 0)
+    outer.link(5, 4, 6, 2)
+    saved = outer.saved([inner.subgraph(NESTED, "", ints), middle.subgraph(SUBGRAPH, "", ints)])
+
+    graph = converted(saved)
+
+    assert {f"5:3:{number}" for number in range(1, 9)} == graph.keys() - {"6"}
+    assert (graph["6"]["width"], graph["6"]["height"], graph["6"]["batch_size"]) == (["5:3:8", 0], 64, ["5:3:5", 0])
+
+
+def test_a_bypassed_instance_hands_on_what_fits():
+    graph = converted(outer_level(mode=4))
+
+    assert set(graph) == {"1", "8"}
+    assert "conditioning_1" not in graph["8"]
+
+
+def test_a_node_inside_a_subgraph_can_be_bypassed():
+    saved = outer_level()
+    saved["definitions"]["subgraphs"][0]["nodes"][1]["mode"] = 4
+
+    assert converted(saved)["8"]["conditioning_2"] == ["7:1", 0]
+
+
+def test_a_subgraph_that_the_file_lacks_is_an_error_that_names_the_node():
+    saved = outer_level()
+    saved["definitions"] = {}
+
+    assert f"node 7 {SUBGRAPH}: a subgraph that the file does not define" in refused(saved)
+
+
+def test_a_subgraph_that_contains_itself_is_an_error():
+    saved = outer_level()
+    again = copy.deepcopy(saved["nodes"][1]) | {"id": 3}
+    saved["definitions"]["subgraphs"][0]["nodes"].append(again)
+
+    assert "node 7:3: a subgraph that contains itself" in refused(saved)
+
+
+def test_a_node_that_the_engine_lacks_is_reported_and_not_dropped(run):
+    from nativedit.engine.errors import WorkflowError
+
+    level = text_level()
+    level.add(4, "SomeoneElsesNode", "c:CONDITIONING", "", [1, 2])
+    level.link(3, 0, 4, 0)
+    with pytest.raises(WorkflowError, match="node 4 SomeoneElsesNode"):
+        run(level.saved())
+
+
+def test_the_saved_workflow_travels_in_the_picture(run, tmp_path: Path):
+    from PIL import Image
+
+    level = Level()
+    level.add(1, "SolidMask", "", "MASK:MASK", [0.5, 8, 8])
+    level.add(2, "MaskToImage", "mask:MASK", "IMAGE:IMAGE")
+    level.add(3, "SaveImage", "images:IMAGE", "", ["x"])
+    level.link(1, 0, 2, 0)
+    level.link(2, 0, 3, 0)
+    (picture,) = run(level.saved()).pictures
+
+    with Image.open(picture) as image:
+        assert json.loads(image.text["workflow"]) == level.saved()
+        assert json.loads(image.text["prompt"])["3"]["class_type"] == "SaveImage"
