@@ -109,7 +109,8 @@ class EngineHost:
             self.progress.note(f"{model.architecture.title}: {summary}")
             model = replace(model, module=module)
         if clip is not None and strength_clip and for_text:
-            names = text_encoder_names(name for name, _ in clip.encoder.model.named_modules())
+            layers = [name for name, _ in clip.encoder.model.named_modules()]
+            names = text_encoder_names(layers, clip.encoder.family.name)
             module, summary = apply_lora(clip.encoder.model, lora, for_text, names, strength_clip)
             self.progress.note(f"text encoder: {summary}")
             clip = replace(clip, encoder=replace(clip.encoder, model=module))

@@ -65,11 +65,16 @@ def diffusion_names(layers: Iterable[str], prefixes: Iterable[str]) -> dict[str,
     return names
 
 
-def text_encoder_names(layers: Iterable[str]) -> dict[str, str]:
-    """The same for a text encoder."""
+def text_encoder_names(layers: Iterable[str], family: str) -> dict[str, str]:
+    """The same for a text encoder. family: its name, which ComfyUI's own spelling holds."""
     names = {}
     dotted = ("text_encoder.", "text_encoder.model.", "text_encoders.", "text_encoders.model.")
-    dotted += ("text_encoders.transformer.model.", "base_model.model.", "base_model.model.model.")
+    dotted += (
+        f"text_encoders.{family}.transformer.model.",
+        "text_encoders.transformer.model.",
+        "base_model.model.",
+        "base_model.model.model.",
+    )
     joined = ("lora_te_", "lora_te1_", "lora_te_model_", "lora_te1_model_")
     for layer in layers:
         for spelling in [p + layer for p in dotted] + [p + layer.replace(".", "_") for p in joined]:

@@ -1,0 +1,121 @@
+"""LoRA files in every spelling that trainers use; how much fitted is said."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import comfyui_files as files
+import pytest
+import torch
+from comfyui_graphs import between, node, text_to_latent
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from graphs import with_lora
+
+
+def model_only(file: str, strength: float = 1.0) -> dict:
+    loader = node("LoraLoaderModelOnly", lora_name=file, strength_model=strength)
+    return between(text_to_latent(steps=1), "model", "sampler", "lora", loader)
+
+
+def weights(result, number: int = 0) -> dict[str, torch.Tensor]:
+    given = result.outputs["lora"][number]
+    module = given.module if number == 0 else given.encoder.model
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("spelling", files.DIT_SPELLINGS)
+def test_every_layer_is_changed_by_its_product(run, spelling: str):
+    result = run(model_only(f"dit_{spelling}.safetensors", strength=0.5))
+
+    state = files.dit_state()
+    added = files.lora(state, "{}")
+    changed = weights(result)
+    for key, weight in state.items():
+        name = key.removesuffix(".weight")
+        if f"{name}.lora_A.weight" in added:
+            weight = weight + 0.5 * added[f"{name}.lora_B.weight"] @ added[f"{name}.lora_A.weight"]
+        torch.testing.assert_close(changed[key], weight)
+    assert result.notes == [
+        f"PRXPixel: {len(added) // 2} of {len(added) // 2} layers of dit_{spelling}.safetensors applied"
+    ]
+
+
+# peft writes a bare text encoder's layers as it writes a diffusion model's; such a file does not say whose they are.
+@pytest.mark.parametrize("spelling", [name for name in files.TEXT_SPELLINGS if name != "peft"])
+def test_a_text_encoders_layers_go_to_the_text_encoder(run, spelling: str):
+    result = run(with_lora(f"text_{spelling}.safetensors", strength=1.0))
+
+    state = files.text_state()
+    added = files.lora(state, "{}")
+    name = "layers.1.mlp.up_proj"
+    expected = state[f"{name}.weight"] + added[f"{name}.lora_B.weight"] @ added[f"{name}.lora_A.weight"]
+    torch.testing.assert_close(weights(result, 1)[f"{name}.weight"], expected)
+    assert result.outputs["lora"][0] is result.outputs["model"][0]
+
+
+def test_the_original_keeps_its_weights_and_shares_the_rest(run):
+    result = run(model_only("dit_comfy.safetensors"))
+    before, after = result.outputs["model"][0].module, result.outputs["lora"][0].module
+
+    for key, weight in files.dit_state().items():
+        assert torch.equal(before.state_dict()[key], weight)
+    shared = "blocks.0.attention.norm_q.weight"
+    assert before.get_parameter(shared).data_ptr() == after.get_parameter(shared).data_ptr()
+
+
+def test_a_strength_of_zero_changes_nothing(run):
+    result = run(model_only("dit_comfy.safetensors", strength=0.0))
+
+    assert result.outputs["lora"][0] is result.outputs["model"][0]
+
+
+def test_alpha_scales_by_the_rank(run, models: Path):
+    lora = files.lora(files.dit_state(), "lora_unet_{}")
+    halved = {key: torch.tensor(1.0) if key.endswith(".alpha") else value for key, value in lora.items()}
+    save_file(halved, models / "loras" / "half_alpha.safetensors")
+    by_alpha = weights(run(model_only("half_alpha.safetensors", strength=1.0)))
+    by_strength = weights(run(model_only("dit_kohya.safetensors", strength=0.5)))
+
+    for key, weight in by_alpha.items():
+        torch.testing.assert_close(weight, by_strength[key])
+
+
+def test_a_lora_that_fits_in_part_says_how_much(run):
+    (note,) = run(model_only("most_fit.safetensors")).notes
+
+    assert note.startswith("PRXPixel: ") and "layers of most_fit.safetensors applied; not found: " in note
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("few_fit", "2 of .* it was made for another model; not found: "),
+        ("no_lora", "holds no LoRA"),
+        ("other_width", r"img_qkv_proj changes a weight of shape \[192, 48\], but .* is \[192, 64\]"),
+    ],
+)
+def test_a_lora_that_does_not_fit_is_refused(run, models: Path, file: str, expected: str):
+    from nativedit.engine.errors import NodeError
+
+    folder = models / "loras"
+    save_file({"x.weight": torch.zeros(2)}, folder / "no_lora.safetensors")
+    wrong = {
+        f"blocks.0.attention.img_qkv_proj.lora_{p}.weight": torch.zeros(s) for p, s in (("A", (2, 48)), ("B", (192, 2)))
+    }
+    save_file(wrong, folder / "other_width.safetensors")
+
+    with pytest.raises(NodeError, match=f"node lora LoraLoaderModelOnly: .*{file}.safetensors: .*{expected}"):
+        run(model_only(f"{file}.safetensors"))
+
+
+def test_weights_in_bfloat16_stay_in_bfloat16(run, monkeypatch: pytest.MonkeyPatch):
+    from nativedit.engine import host
+
+    monkeypatch.setattr(host, "_free_memory", lambda: 0)
+    graph = model_only("dit_comfy.safetensors")
+    graph["model"]["inputs"]["unet_name"] = "tiny_bf16.safetensors"
+
+    assert {weight.dtype for weight in weights(run(graph)).values()} == {torch.bfloat16}
