@@ -30,15 +30,19 @@ HEAD_DIM = 32
 # Tokens of the table in the publisher's 2K and 4K files -> (sample_size, interpolation_scale).
 POSITION_TABLES = {64 * 64: (64, 1.0), 128 * 128: (128, 2.0)}
 
+# The feed-forward's two 1x1 convolutions are matrices in our module, and published as [out, in, 1, 1]; a file in which
+# they are [out, in] loads as well.
 POLICY = CardPolicy(
     blocks=(
         "transformer_blocks.*.attn1.to_[qkv]",
         "transformer_blocks.*.attn1.to_out.0",
         "transformer_blocks.*.attn2.to_[qkv]",
         "transformer_blocks.*.attn2.to_out.0",
+        "transformer_blocks.*.ff.conv_inverted",
+        "transformer_blocks.*.ff.conv_point",
     ),
     never=(
-        ("transformer_blocks.*.ff.*", "convolutions: no format here stores a weight of four dimensions"),
+        ("transformer_blocks.*.ff.conv_depth", "a 3x3 filter per channel is no matrix"),
         ("time_embed.*", "the timestep enters here, in one row, and every token depends on it"),
         ("caption_projection.*", "the text's only projection"),
         ("patch_embed.*", "the first layer: 32 inputs"),

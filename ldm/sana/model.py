@@ -1,6 +1,4 @@
-"""Sana, SANA-1.5 and SANA-Sprint (NVIDIA, MIT HAN Lab): linear attention among image tokens, softmax attention to
-text.
-
+"""Sana, SANA-1.5 and SANA-Sprint (NVIDIA, MIT HAN Lab): linear attention inside the picture, softmax attention to text.
 
 Depthwise convolutions in the feed-forward tell a token where it is; only 2K and 4K checkpoints add a position table.
 Keys and constructor arguments are those of the published (diffusers) layout. Facts: the Sana papers (arXiv 2410.10629,
@@ -17,6 +15,7 @@ from ..layers.dit import BlockLoop, DiffusionTransformer
 from ..layers.embeddings import sinusoidal_embedding
 from ..layers.linear_attention import linear_attention
 from ..layers.patches import pad_to_patch_size
+from ..layers.pointwise import PointwiseLayers
 from .position import position_table
 
 # Of the norms on queries, keys and captions. Block norms have `norm_eps`, the last one 1e-6.
@@ -150,20 +149,23 @@ class CrossAttention(torch.nn.Module):
         return self.to_out[0](attention(q, k, v, mask=mask, transformer_options=transformer_options))
 
 
-class GLUMBConv(torch.nn.Module):
+class GLUMBConv(PointwiseLayers):
     """The feed-forward: 1x1 convolution, depthwise 3x3, gate, 1x1 convolution."""
+
+    pointwise = ("conv_inverted", "conv_point")
 
     def __init__(self, dim, expand_ratio, device=None, dtype=None, operations=torch.nn):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         hidden = int(expand_ratio * dim)
-        self.conv_inverted = operations.Conv2d(dim, 2 * hidden, 1, **factory)
+        self.conv_inverted = operations.Linear(dim, 2 * hidden, **factory)
         self.conv_depth = operations.Conv2d(2 * hidden, 2 * hidden, 3, padding=1, groups=2 * hidden, **factory)
-        self.conv_point = operations.Conv2d(hidden, dim, 1, bias=False, **factory)
+        self.conv_point = operations.Linear(hidden, dim, bias=False, **factory)
 
-    def forward(self, x):
-        """x: [B, D, rows, columns]."""
-        x, gate = self.conv_depth(F.silu(self.conv_inverted(x))).chunk(2, dim=1)
+    def forward(self, x, size):
+        """x: [B, rows * columns, D]; size: (rows, columns)."""
+        x = F.silu(self.conv_inverted(x)).transpose(1, 2).unflatten(2, size)
+        x, gate = self.conv_depth(x).flatten(2).transpose(1, 2).chunk(2, dim=-1)
         return self.conv_point(x * F.silu(gate))
 
 
@@ -210,8 +212,7 @@ class SanaTransformerBlock(torch.nn.Module):
         img = torch.addcmul(img, gate_attn, self.attn1(modulate(self.norm1(img), shift_attn, scale_attn)))
         # The text is read from the residual stream as it is: the block's second norm belongs to the feed-forward.
         img = img + self.attn2(img, txt, attn_mask, transformer_options)
-        x = modulate(self.norm2(img), shift_mlp, scale_mlp)
-        x = self.ff(x.transpose(1, 2).unflatten(2, size)).flatten(2).transpose(1, 2)
+        x = self.ff(modulate(self.norm2(img), shift_mlp, scale_mlp), size)
         return {"img": torch.addcmul(img, gate_mlp, x)}
 
 

@@ -48,7 +48,12 @@ PORT = Port(
         "block_first_mlp": "transformer_blocks.0.ff",
         "block_first": "transformer_blocks.0",
     },
-    reshape={"time_embed.1": lambda out: out[1], "block_first": lambda out: out["img"]},
+    reshape={
+        "time_embed.1": lambda out: out[1],
+        "block_first": lambda out: out["img"],
+        # ours gives tokens, the reference a picture; the norm of a difference does not care
+        "block_first_mlp": lambda out: out.transpose(1, 2),
+    },
 )
 
 LARGE = {"num_layers": 20}
@@ -240,6 +245,19 @@ def test_no_other_architecture_is_taken_for_sana(shared):
         shapes = {key: tuple(shape) for key, shape in json.loads(file.read_text())["keys"].items()}
         for name in ("sana", "sana_sprint"):
             assert get_architecture(name).detect(shapes) is None, file.name
+
+
+def test_pointwise_convolutions_are_matrices_inside_and_keep_their_published_shape_outside():
+    module = PORT.build(SPRINT.config, SPRINT.weights)
+    key = "transformer_blocks.0.ff.conv_point.weight"
+    assert dict(module.named_parameters())[key].shape == (48, 120)
+    assert module.state_dict()[key].shape == SPRINT.weights[key].shape == (48, 120, 1, 1)
+    assert torch.equal(module.state_dict()[key], SPRINT.weights[key])
+    matrices = {name: value.flatten(1) if name == key else value for name, value in SPRINT.weights.items()}
+    assert torch.equal(PORT.build(SPRINT.config, matrices).state_dict()[key], SPRINT.weights[key])
+    wrong = SPRINT.weights | {key: torch.zeros(48, 120, 3, 3)}
+    with pytest.raises(RuntimeError, match="conv_point"):
+        module.load_state_dict(wrong)
 
 
 def test_linear_attention_does_not_overflow_where_float16_sums_would():
