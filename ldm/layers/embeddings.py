@@ -85,4 +85,5 @@ def rotate_halves(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """
     cos, sin = rope[:, None, :, 0], rope[:, None, :, 1]
     a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    turned = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
