@@ -12,16 +12,24 @@ from . import supported_models
 from .checkpoints import load as _load
 from .checkpoints.info import CheckpointInfo, inspect
 from .checkpoints.load import LoadedTextEncoder
+from .checkpoints.quantize import quantize
+from .quant.dequantize import dequantize
+from .quant.repair import repair
+from .quant.report import QuantizationReport
 from .supported_models import Architecture
 
 __all__ = [
     "Architecture",
     "CheckpointInfo",
     "LoadedTextEncoder",
+    "QuantizationReport",
     "architectures",
+    "dequantize",
     "inspect",
     "load_diffusion_model",
     "load_text_encoder",
+    "quantize",
+    "repair",
 ]
 
 

@@ -18,6 +18,9 @@ __all__ = ["main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "archs": ("list the architectures that are known", ".cli:Archs"),
     "inspect": ("say what a model file holds, from its header alone", ".cli:Inspect"),
+    "quantize": ("quantize a model file for ComfyUI", ".cli_quantize:Quantize"),
+    "dequantize": ("undo the quantization of a file", ".cli_quantize:Dequantize"),
+    "repair": ("write a quantized file in the form that ComfyUI loads", ".cli_quantize:Repair"),
     "run": ("run a workflow exported from ComfyUI", ".engine.command:Run"),
 }
 
@@ -70,6 +73,12 @@ class Inspect:
             print(f"prefix        {info.prefix}")
         print(f"weights       {info.parameters:,} in {info.tensors} tensors, {_size(info.nbytes)}")
         print(f"stored as     {', '.join(f'{name} ({count})' for name, count in sorted(info.dtypes.items()))}")
+        if info.quantization.is_quantized:
+            counts = ", ".join(f"{count} x {recipe}" for recipe, count in info.quantization.counts.items())
+            needs = f"; needs ComfyUI {info.quantization.comfyui}" if info.quantization.comfyui else ""
+            print(f"quantized     {counts or 'no layer that can be read'}{needs}")
+        for problem in info.quantization.problems:
+            print(f"  problem: {problem}")
         for key, value in info.config.items():
             print(f"  {key} = {value}")
         return 0

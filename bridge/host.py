@@ -12,9 +12,9 @@ import torch
 
 from ..checkpoints import load as checkpoints
 from ..checkpoints.kinds import DIFFUSION_MODEL, TEXT_ENCODER, kind_of, wrong_slot
+from ..checkpoints.opened import open_checkpoint
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
-from ..files.source import open_source
 from ..host import AS_STORED, AUTO
 from . import detection, text_encoders
 from .hooks import loading
@@ -71,12 +71,12 @@ def load_diffusion_model(
     path: str, architecture: str | None, dtype: torch.dtype | None, disable_dynamic: bool = False
 ) -> Any:
     """ComfyUI's ModelPatcher of a file, ours or core's. Raises FileError that says what the file is instead."""
-    with open_source(path) as source:
+    with open_checkpoint(path) as checkpoint:
         try:
-            checkpoints.recognise(source, architecture=architecture)
+            checkpoints.recognise(checkpoint, architecture=architecture)
         except FileError:
             # A layout that no card knows may be one of ComfyUI's own.
-            if architecture is not None or kind_of(source.shapes()) is not DIFFUSION_MODEL:
+            if architecture is not None or kind_of(checkpoint.shapes) is not DIFFUSION_MODEL:
                 raise
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     later = {"disable_dynamic": True} if disable_dynamic else {}  # unknown to ComfyUI 0.8, which never asks for it
@@ -86,8 +86,8 @@ def load_diffusion_model(
 
 def load_clip(path: str, architecture: str | None, dtype: torch.dtype | None, disable_dynamic: bool = False) -> Any:
     """ComfyUI's CLIP of a text encoder's file. Raises FileError that says what the file is instead."""
-    with open_source(path) as source:
-        kind = kind_of(source.shapes())
+    with open_checkpoint(path) as checkpoint:
+        kind = kind_of(checkpoint.shapes)
     if kind is not TEXT_ENCODER:
         raise FileError(path, wrong_slot(kind, TEXT_ENCODER))
     state_dict, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)

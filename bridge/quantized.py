@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import comfy.quant_ops
 import torch
 
-from ..checkpoints.load import check_keys
+from ..checkpoints.fill import check_keys
 from ..files.errors import FileError
 from ..quant.formats import FORMATS, round_up
 from ..quant.markers import MARKER, parse_marker

@@ -1,4 +1,4 @@
-"""What a file holds, from its header alone."""
+"""What a file holds, from its header (and the markers of quantized layers, some 30 bytes each)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..files.source import open_source
+from ..quant.describe import QuantizationInfo, describe
 from ..supported_models import find_architecture
 from ..text_encoders.families import find_text_encoder
 from .kinds import TEXT_ENCODER, kind_of
-from .stored_config import metadata_of
+from .opened import open_checkpoint
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """``nativedit.inspect``'s answer. Sizes in bytes; ``dtypes``: safetensors dtype -> number of tensors."""
+    """``nativedit.inspect``'s answer. Sizes in bytes; ``dtypes``: safetensors dtype -> number of tensors;
+    ``parameters`` counts weights, packed ones unpacked, side tensors of quantized layers left out."""
 
     path: str
     kind: str
@@ -30,26 +31,27 @@ class CheckpointInfo:
     parameters: int
     nbytes: int
     dtypes: dict[str, int]
+    quantization: QuantizationInfo
     metadata: dict[str, str] = field(repr=False)
 
 
 def inspect(path: str | os.PathLike) -> CheckpointInfo:
-    """Reads headers only, never a tensor. Raises FileError, FileNotFoundError."""
-    with open_source(path) as source:
-        shapes = source.shapes()
+    """Never reads a weight. Raises FileError, FileNotFoundError."""
+    with open_checkpoint(path) as checkpoint:
+        shapes, source = checkpoint.shapes, checkpoint.source
         kind = kind_of(shapes)
         architecture, prefix, layout, config = None, "", None, {}
         if kind is TEXT_ENCODER:
-            found = find_text_encoder(shapes, metadata_of(source))
+            found = find_text_encoder(shapes, checkpoint.metadata)
             if found:
                 family, prefix, config = found[0]
                 architecture = family.name
-        elif (match := find_architecture(shapes, metadata=metadata_of(source))) is not None:
+        elif (match := find_architecture(shapes, metadata=checkpoint.metadata)) is not None:
             architecture, prefix, config = match.architecture.name, match.prefix, match.config
             layout = match.layout.name if match.layout else None
         infos = source.tensors.values()
         return CheckpointInfo(
-            path=source.path,
+            path=checkpoint.path,
             kind=kind.name,
             title=kind.title,
             architecture=architecture,
@@ -57,8 +59,9 @@ def inspect(path: str | os.PathLike) -> CheckpointInfo:
             layout=layout,
             config=config,
             tensors=len(source),
-            parameters=sum(math.prod(info.shape) for info in infos),
+            parameters=sum(math.prod(shape) for shape in shapes.values()),
             nbytes=sum(info.nbytes for info in infos),
             dtypes=dict(collections.Counter(info.dtype for info in infos)),
+            quantization=describe(source),
             metadata=dict(source.metadata),
         )

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..files.dtypes import parse_dtype
+from ..files.dtypes import FLOAT_NAMES, parse_dtype
 from ..files.errors import FileError
-from ..files.source import Source, open_source
-from ..supported_models import Match, Part, closest_architectures, find_architecture, import_dotted
+from ..files.source import Source
+from ..quant.ops import QuantOps
+from ..supported_models import Match, closest_architectures, find_architecture, import_dotted
 from ..text_encoders.families import TextEncoder, find_text_encoder, module_keys
 from ..text_encoders.tokenizer import Tokenizer
+from .fill import fill, some
 from .kinds import DIFFUSION_MODEL, TEXT_ENCODER, kind_of, wrong_slot
-from .stored_config import is_config, metadata_of
+from .opened import Checkpoint, open_checkpoint
+from .stored_config import is_config
 
 # Tensors (uint8) that hold a tokenizer inside a checkpoint.
 TOKENIZER_KEYS = ("tokenizer_json", "tokenizer_config", "spiece_model")
-# The keys named in an error message; the rest is counted.
-SHOWN = 5
 
 
 @dataclass
@@ -36,18 +36,19 @@ class LoadedTextEncoder:
     tokenizer: Tokenizer
 
 
-def recognise(source: Source, *, architecture: str | None = None) -> Match:
+def recognise(checkpoint: Checkpoint, *, architecture: str | None = None) -> Match:
     """The architecture of a diffusion model's file. Raises FileError that says what the file is instead."""
-    match = find_architecture(source.shapes(), metadata=metadata_of(source), architecture=architecture)
+    shapes = checkpoint.shapes
+    match = find_architecture(shapes, metadata=checkpoint.metadata, architecture=architecture)
     if match is not None:
         return match
-    kind = kind_of(source.shapes())
+    kind = kind_of(shapes)
     if kind is not DIFFUSION_MODEL and architecture is None:
-        raise FileError(source.path, wrong_slot(kind, DIFFUSION_MODEL))
-    close = closest_architectures(source.shapes())
+        raise FileError(checkpoint.path, wrong_slot(kind, DIFFUSION_MODEL))
+    close = closest_architectures(shapes)
     known = f"the closest known: {', '.join(close)}" if close else "nothing known is close to it"
     wanted = f"does not hold a {architecture} model" if architecture else "is a diffusion model of an unknown layout"
-    raise FileError(source.path, f"{wanted}; {known}; its first keys: {_some(source)}")
+    raise FileError(checkpoint.path, f"{wanted}; {known}; its first keys: {some(shapes)}")
 
 
 def load_diffusion_model(
@@ -58,22 +59,25 @@ def load_diffusion_model(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     operations: Any = None,
+    quantized_operations: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> torch.nn.Module:
     """The diffusion transformer of a file or diffusers folder, on ``device``, in eval mode.
 
     architecture: a card's name, None = recognise; config: constructor arguments that override card and header;
     dtype: of the weights, None = as stored (parameters the card keeps in float32 stay float32); operations: the layer
-    namespace, None = torch.nn; progress: called with (bytes done, bytes in all).
+    namespace, None = torch.nn; quantized_operations: that of files with quantized layers, None = quant.ops.QuantOps;
+    progress: called with (bytes done, bytes in all).
     Raises FileError: not such a file, a layer missing, left over or of the wrong shape.
     """
-    with open_source(path, component="transformer") as source:
-        match = recognise(source, architecture=architecture)
+    with open_checkpoint(path, component="transformer") as checkpoint:
+        match = recognise(checkpoint, architecture=architecture)
         cls = match.architecture.module_class()
-        arguments = {**match.config, **_known_arguments(cls, source.config or {}), **(config or {})}
-        names = {key: parts for key in source if not is_config(key) and (parts := match.parts(key))}
-        module = _build(cls, arguments, source, names, dtype, operations)
-        fill(module, source, names, dtype=dtype, device=device, keep=match.architecture.keep_float32, progress=progress)
+        arguments = {**match.config, **_known_arguments(cls, checkpoint.source.config or {}), **(config or {})}
+        names = {key: parts for key in checkpoint.shapes if not is_config(key) and (parts := match.parts(key))}
+        module = _build(cls, arguments, checkpoint, names, dtype, operations, quantized_operations)
+        keep = match.architecture.keep_float32
+        fill(module, checkpoint, names, dtype=dtype, device=device, keep=keep, progress=progress)
     module.dtype = parse_dtype(dtype) if dtype is not None else _common_dtype(module)
     return module
 
@@ -86,6 +90,7 @@ def load_text_encoder(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     operations: Any = None,
+    quantized_operations: Any = None,
     tokenizer: str | os.PathLike | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedTextEncoder:
@@ -93,19 +98,22 @@ def load_text_encoder(
 
     tokenizer: a tokenizer's folder or file when it is neither in the checkpoint nor beside it.
     """
-    with open_source(path, component="text_encoder") as source:
-        found = find_text_encoder(source.shapes(), metadata_of(source))
+    with open_checkpoint(path, component="text_encoder") as checkpoint:
+        found = find_text_encoder(checkpoint.shapes, checkpoint.metadata)
         matches = [match for match in found if family in (None, match[0].name)]
         if not matches:
-            kind = kind_of(source.shapes())
+            kind = kind_of(checkpoint.shapes)
             problem = wrong_slot(kind, TEXT_ENCODER) if kind is not TEXT_ENCODER else _unknown_encoder(found, family)
-            raise FileError(source.path, problem)
+            raise FileError(checkpoint.path, problem)
         encoder, prefix, arguments = matches[0]
         cls = import_dotted(encoder.module)
-        names = module_keys(source, prefix)
-        module = _build(cls, {**arguments, **(config or {})}, source, names, dtype, operations)
-        fill(module, source, names, dtype=dtype, device=device, progress=progress)
-        return LoadedTextEncoder(source.path, encoder, module, _tokenizer(source, prefix, module, tokenizer))
+        names = module_keys(checkpoint.shapes, prefix)
+        module = _build(
+            cls, {**arguments, **(config or {})}, checkpoint, names, dtype, operations, quantized_operations
+        )
+        fill(module, checkpoint, names, dtype=dtype, device=device, progress=progress)
+        own = _tokenizer(checkpoint.source, prefix, module, tokenizer)
+        return LoadedTextEncoder(checkpoint.path, encoder, module, own)
 
 
 def _tokenizer(source: Source, prefix: str, module: torch.nn.Module, given: str | os.PathLike | None) -> Tokenizer:
@@ -132,70 +140,20 @@ def _known_arguments(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k in inspect.signature(cls.__init__).parameters}
 
 
-def _build(cls, arguments, source, names, dtype, operations) -> torch.nn.Module:
-    stored = [source.tensors[key].dtype for key in names]
-    common = parse_dtype(dtype) if dtype is not None else parse_dtype(max(set(stored), key=stored.count))
+def _build(cls, arguments, checkpoint, names, dtype, operations, quantized_operations) -> torch.nn.Module:
+    stored = [checkpoint.source.tensors[key].dtype for key in names]
+    plain = [name for name in stored if name in FLOAT_NAMES] or ["BF16"]
+    common = parse_dtype(dtype) if dtype is not None else parse_dtype(max(set(plain), key=plain.count))
+    if checkpoint.quantized.is_quantized:
+        operations = quantized_operations or QuantOps
     try:
         return cls(**arguments, device="meta", dtype=common, operations=operations or torch.nn)
     except (TypeError, ValueError) as error:
-        raise FileError(source.path, f"its configuration does not fit {cls.__name__}: {error}") from error
-
-
-def fill(
-    module: torch.nn.Module,
-    source: Source,
-    names: Mapping[str, str | tuple[Part, ...]],
-    *,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    keep: Iterable[str] = (),
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Load ``names`` (key in the file -> key in the module, or the parts of it that are ours) into a module built on
-    meta; nothing may be missing."""
-    places = {key: (Part(name),) if isinstance(name, str) else name for key, name in names.items()}
-    expected = {key: tuple(value.shape) for key, value in module.state_dict().items()}
-    found = {part.name: part.shape(source.tensors[key].shape) for key, parts in places.items() for part in parts}
-    check_keys(source.path, expected, found)
-    target = None if dtype is None else parse_dtype(dtype)
-    total, done, state = sum(source.tensors[key].nbytes for key in names), 0, {}
-    for key, parts in places.items():
-        whole = source.read(key)
-        for part in parts:
-            tensor = part.take(whole)
-            if target is not None and tensor.is_floating_point():
-                kept = any(re.search(pattern, part.name) for pattern in keep)
-                tensor = tensor.to(torch.float32 if kept else target)
-            state[part.name] = tensor.to(device)
-        done += source.tensors[key].nbytes
-        if progress is not None:
-            progress(done, total)
-    module.load_state_dict(state, strict=True, assign=True)
-    module.requires_grad_(False).eval()
-
-
-def check_keys(path: str, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
-    """One error that names the layers: missing, left over, or of another shape. Raises FileError."""
-    missing = [key for key in expected if key not in found]
-    unexpected = [key for key in found if key not in expected]
-    wrong = [f"{k} is {list(found[k])}, expected {list(expected[k])}" for k in expected if k in found and
-             tuple(found[k]) != tuple(expected[k])]  # fmt: skip
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} weights are missing: {_some(missing)}")
-    if unexpected:
-        problems.append(f"{len(unexpected)} are unknown to this model: {_some(unexpected)}")
-    if wrong:
-        problems.append(f"{len(wrong)} have the wrong shape: {_some(wrong)}")
-    if problems:
-        raise FileError(path, "; ".join(problems) + ". Is the file complete, and for this model? Get it again.")
-
-
-def _some(items: Iterable[str]) -> str:
-    items = list(items)
-    return ", ".join(items[:SHOWN]) + (f" and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
+        raise FileError(checkpoint.path, f"its configuration does not fit {cls.__name__}: {error}") from error
 
 
 def _common_dtype(module: torch.nn.Module) -> torch.dtype:
-    dtypes = [parameter.dtype for parameter in module.parameters()]
+    """Of the weights that aren't quantized: the dtype that a host computes in if it follows the file."""
+    floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    dtypes = [parameter.dtype for parameter in module.parameters() if parameter.dtype in floats]
     return max(set(dtypes), key=dtypes.count) if dtypes else torch.float32

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from ..checkpoints.load import load_diffusion_model, load_text_encoder, recognise
+from ..checkpoints.opened import open_checkpoint
 from ..files.errors import FileError
-from ..files.source import open_source
 from ..host import AS_STORED, AUTO
 from ..latent_formats import get_latent_format
 from ..ldm.layers.operations import CastOps
+from ..quant.ops import ComfyUIOps
 from ..supported_models import Architecture, architectures, get_architecture
 from ..text_encoders.families import find_text_encoder
 from .autoencoder import PIXEL_SPACE, KLAutoencoder, PixelSpace, load_autoencoder
@@ -55,13 +56,19 @@ class EngineHost:
     def load_diffusion_model(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Model:
         path = self.folders.path("diffusion_models", file)
         wanted = None if architecture == AUTO else architecture
-        with open_source(path, component="transformer") as source:
-            card = recognise(source, architecture=wanted).architecture
-            nbytes = sum(info.nbytes for info in source.tensors.values())
+        with open_checkpoint(path, component="transformer") as checkpoint:
+            card = recognise(checkpoint, architecture=wanted).architecture
+            nbytes = sum(info.nbytes for info in checkpoint.source.tensors.values())
         dtype = self._storage(nbytes) if precision == AS_STORED else precision
         with self.progress.bar(nbytes, f"load {Path(file).name}", unit="B") as bar:
             module = load_diffusion_model(
-                path, architecture=card.name, dtype=dtype, device=self.device, operations=CastOps, progress=bar.to
+                path,
+                architecture=card.name,
+                dtype=dtype,
+                device=self.device,
+                operations=CastOps,
+                quantized_operations=ComfyUIOps,
+                progress=bar.to,
             )
         return Model(
             file=file,
@@ -83,6 +90,7 @@ class EngineHost:
                 dtype=None if precision == AS_STORED else precision,
                 device=self.device,
                 operations=CastOps,
+                quantized_operations=ComfyUIOps,
                 progress=bar.to,
             )
         return Clip(encoder, card, self.device)
@@ -143,9 +151,8 @@ class EngineHost:
 
     def _text_encoder_of(self, path: Path, architecture: str) -> tuple[Architecture, str]:
         """Whose prompts the file encodes, and which family it then is. Raises FileError, ValueError."""
-        with open_source(path, component="text_encoder") as source:
-            shapes, metadata = source.shapes(), source.metadata
-        families = [family.name for family, _, _ in find_text_encoder(shapes, metadata)]
+        with open_checkpoint(path, component="text_encoder") as checkpoint:
+            families = [family.name for family, _, _ in find_text_encoder(checkpoint.shapes, checkpoint.metadata)]
         if architecture != AUTO:
             card = get_architecture(architecture)
             fits = [name for name in families if name in card.text_encoders]

@@ -65,8 +65,9 @@ class Module:
 
     @property
     def part(self) -> str:
-        """The folder (or, at the top, the file) that the layers speak of."""
-        return self.name.split("/")[0].removesuffix(".py")
+        """The folder (or, at the top, the file) that the layers speak of; `cli_quantize.py` is part of the cli."""
+        name = self.name.split("/")[0].removesuffix(".py")
+        return "cli" if name.startswith("cli_") else name
 
     @cached_property
     def tree(self) -> ast.Module:

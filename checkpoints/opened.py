@@ -1,0 +1,35 @@
+"""A file opened for recognition: its weights as an unquantized file would show them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ..files.source import Source, open_source
+from ..quant.reader import QuantizedFile, read_quantized
+from .stored_config import metadata_of
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``shapes``: key -> logical shape, side tensors of quantized layers left out; ``metadata``: the header's entries;
+    ``quantized``: what is known of quantized layers (no weights read for it)."""
+
+    source: Source
+    quantized: QuantizedFile
+    shapes: dict[str, tuple[int, ...]]
+    metadata: dict[str, str]
+
+    @property
+    def path(self) -> str:
+        return self.source.path
+
+
+@contextmanager
+def open_checkpoint(path: str | os.PathLike, *, component: str | None = None) -> Iterator[Checkpoint]:
+    """``files.open_source`` with quantized layers understood. Raises FileError, FileNotFoundError."""
+    with open_source(path, component=component) as source:
+        quantized = read_quantized(source)
+        yield Checkpoint(source, quantized, quantized.logical_shapes(source), metadata_of(source))
