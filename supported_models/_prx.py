@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..quant.policy import CardPolicy
 from ._architecture import KeyMap, Shapes
 
 # The research trainer (Photoroom/PRX) names the attention's layers differently; its Composer checkpoints carry a prefix.
@@ -17,6 +18,25 @@ TRAINER_LAYOUT = KeyMap(
         (r"^(blocks\.\d+\.)qk_norm\.key_norm\.(?:scale|weight)$", r"\1attention.norm_k.weight"),
         (r"^(blocks\.\d+\.)k_norm\.(?:scale|weight)$", r"\1attention.norm_added_k.weight"),
         (r"^(blocks\.\d+\.)attn_out\.", r"\1attention.to_out.0."),
+    ),
+)
+
+QUANTIZATION = CardPolicy(
+    blocks=(
+        "blocks.*.attention.img_qkv_proj",
+        "blocks.*.attention.txt_kv_proj",
+        "blocks.*.attention.to_out.0",
+        "blocks.*.gate_proj",
+        "blocks.*.up_proj",
+        "blocks.*.down_proj",
+    ),
+    never=(
+        ("blocks.*.modulation.lin", "scales and gates whole blocks; its error reaches every token"),
+        ("img_in*", "the only way in for the picture"),
+        ("txt_in", "every block reads the text through it"),
+        ("time_in.*", "the timestep's embedding steers every block"),
+        ("resolution_embedder.*", "small, and steers every block"),
+        ("final_layer.*", "writes the picture itself"),
     ),
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..text_encoders.prompt import Prompt
 from ._architecture import Architecture, Defaults, Sampling, Shapes
-from ._prx import SIGNATURE, TRAINER_LAYOUT, sizes
+from ._prx import QUANTIZATION, SIGNATURE, TRAINER_LAYOUT, sizes
 
 
 def config_from_shapes(shapes: Shapes) -> dict[str, Any] | None:
@@ -46,6 +46,7 @@ ARCHITECTURE = Architecture(
     dtypes=("bfloat16", "float32"),
     # A latent pixel is a picture pixel here; ComfyUI's pixel models use 0.033 to 0.044.
     memory_usage_factor=0.04,
+    quantization=QUANTIZATION,
     layouts=(TRAINER_LAYOUT,),
     files={
         "diffusion_models": ("prxpixel_t2i.safetensors",),
