@@ -1,7 +1,7 @@
 """Layers that load comfy_quant entries: pass one of these namespaces as ``operations=`` to any module of the pack.
 
-A layer without a marker keeps its dtype and computes in its input's. With one, ``load_state_dict(strict=True)`` takes the side tensors
-and the marker along, `state_dict` gives them back unchanged, and `forward` multiplies
+A layer without a marker keeps its dtype and computes in its input's. With one, ``load_state_dict(strict=True)``
+takes the side tensors and the marker along, `state_dict` gives them back unchanged, and `forward` multiplies
 
 * `QuantOps`: in the format itself where the device has a fast product for it and the marker does not forbid it, else
   with the weight dequantized to the input's dtype;
