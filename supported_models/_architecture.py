@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ._two_way import TwoWayMap
+
 if TYPE_CHECKING:
     from ..quant.policy import CardPolicy
     from ..text_encoders.prompt import Prompt
@@ -152,7 +154,7 @@ class Match:
 
     architecture: Architecture
     prefix: str
-    layout: KeyMap | None
+    layout: KeyMap | TwoWayMap | None
     config: dict[str, Any]
 
     def rename(self, key: str) -> str | None:
@@ -206,12 +208,15 @@ class Architecture:
     memory_usage_factor: float = 1.0
     # what may be quantized?
     quantization: CardPolicy | None = None
-    # how do other layouts map? keys of published files that hold nothing of ours (regular expressions, in our layout)
-    layouts: tuple[KeyMap, ...] = ()
+    # how do other layouts map? diffusers_class: the class that a diffusers folder's config.json names; ignored: keys
+    # of published files that hold nothing of ours (regular expressions, in our layout)
+    layouts: tuple[KeyMap | TwoWayMap, ...] = ()
+    diffusers_class: str | None = None
     ignored: tuple[str, ...] = ()
     lora_prefixes: tuple[str, ...] = ("diffusion_model.", "transformer.", "", "base_model.model.")
-    # which files? component -> known file names, best first
+    # which files? folder under models/ -> known file names, best first; downloads: file name -> address
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    downloads: Mapping[str, str] = field(default_factory=dict)
 
     def detect(self, shapes: Shapes, prefix: str = "") -> dict[str, Any] | None:
         """Constructor arguments if these are this architecture's keys and shapes, else None. Never raises.
@@ -240,6 +245,11 @@ class Architecture:
         except Exception as error:  # one card that raises would stop every model from loading inside ComfyUI
             log.warning("NativeDiT: the detection of %s failed on this file and is skipped: %r", self.name, error)
         return None
+
+    @property
+    def two_way(self) -> TwoWayMap | None:
+        """The map between our layout and diffusers', None where the two are one."""
+        return next((layout for layout in self.layouts if isinstance(layout, TwoWayMap)), None)
 
     def module_class(self) -> type:
         if self.module is None:
