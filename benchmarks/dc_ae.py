@@ -1,0 +1,79 @@
+"""DC-AE encode and decode beside diffusers' AutoencoderDC: same weights, same inputs; time and peak memory.
+
+Sana's levels at a quarter of their width, 512 pixels whole and 1024 pixels in tiles of 512. Target: not slower, and no
+more memory. Peak memory is that of a process of its own: its largest resident size less what it held before the call.
+Run: python benchmarks/dc_ae.py [--json]
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+from diffusers import AutoencoderDC as Reference
+from side_by_side import compare, report
+
+from nativedit.autoencoders.dc_ae import AutoencoderDC
+
+BLOCKS = ["ResBlock"] * 3 + ["EfficientViTBlock"] * 3
+CONFIG = {
+    "encoder_block_types": BLOCKS,
+    "decoder_block_types": BLOCKS,
+    "encoder_block_out_channels": [32, 64, 128, 128, 256, 256],
+    "decoder_block_out_channels": [32, 64, 128, 128, 256, 256],
+    "upsample_block_type": "interpolate",
+    "downsample_block_type": "Conv",
+}
+
+
+def calls(dtype: torch.dtype = torch.float32) -> dict[str, tuple[Callable, Callable]]:
+    """Case -> ours and the reference, as calls without arguments."""
+    torch.manual_seed(0)
+    reference = Reference(**CONFIG).to(dtype).eval()
+    ours = AutoencoderDC(**CONFIG, device="meta", dtype=dtype)
+    ours.load_state_dict(reference.state_dict(), assign=True)
+    small, large = torch.randn(1, 32, 16, 16).to(dtype), torch.randn(1, 32, 32, 32).to(dtype)
+    picture = torch.randn(1, 3, 512, 512).to(dtype)
+    return {
+        "decode 512": (lambda: ours.decode(small), lambda: reference.decode(small).sample),
+        "decode 1024 in tiles": (lambda: ours.tiled_decode(large), lambda: reference.tiled_decode(large).sample),
+        "encode 512": (lambda: ours.encode(picture), lambda: reference.encode(picture).latent),
+    }
+
+
+def peak(case: str, which: int) -> float:
+    """MiB that one call adds to this process at its peak."""
+    call = calls()[case][which]
+    with torch.inference_mode():
+        with open("/proc/self/statm") as file:
+            before = int(file.read().split()[1]) * resource.getpagesize()
+        call()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20
+
+
+def main() -> None:
+    if "--peak" in sys.argv:
+        case, which = sys.argv[sys.argv.index("--peak") + 1 :]
+        print(json.dumps(peak(case, int(which))))
+        return
+    rows = [compare(case, ours, reference) for case, (ours, reference) in calls().items()]
+    report("DC-AE, a quarter of Sana's width, float32", rows)
+    peaks = {}
+    for case in calls():
+        command = [sys.executable, __file__, "--peak", case]
+        runs = [subprocess.run([*command, str(i)], capture_output=True, text=True, check=True) for i in (0, 1)]
+        peaks[case] = [float(run.stdout.splitlines()[-1]) for run in runs]
+    if "--json" in sys.argv:
+        print(json.dumps({"title": "DC-AE peak memory, MiB", "ours_and_reference": peaks}, indent=1))
+        return
+    print("\n| case | ours, peak MiB | reference, peak MiB |\n|---|---|---|")
+    for case, (ours, reference) in peaks.items():
+        print(f"| {case} | {ours:.0f} | {reference:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
