@@ -204,6 +204,9 @@ class Architecture:
     # which precisions are safe, best first; which parameters stay in float32 (regular expressions)
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     keep_float32: tuple[str, ...] = ()
+    # the publisher's settings for variants that shapes can't tell: word in the file's or repository's name -> settings,
+    # asked in this order
+    variants: Mapping[str, Defaults] = field(default_factory=dict)
     # memory per latent pixel relative to ComfyUI's own estimate (its memory_usage_factor)
     memory_usage_factor: float = 1.0
     # what may be quantized?
@@ -245,6 +248,11 @@ class Architecture:
         except Exception as error:  # one card that raises would stop every model from loading inside ComfyUI
             log.warning("NativeDiT: the detection of %s failed on this file and is skipped: %r", self.name, error)
         return None
+
+    def defaults_for(self, name: str | None = None) -> Defaults | None:
+        """The publisher's settings for a file or repository called so; its variant shows in the name alone."""
+        words = re.split(r"[^a-z0-9]+", (name or "").lower())
+        return next((settings for word, settings in self.variants.items() if word in words), self.defaults)
 
     @property
     def two_way(self) -> TwoWayMap | None:

@@ -1,4 +1,4 @@
-"""What the cards of PRX and PRXPixel share: sizes from shapes, and the trainer's own key layout."""
+"""What the cards of the PRX family share: sizes from shapes, the trainer's own key layout, what may be quantized."""
 
 from __future__ import annotations
 
@@ -63,3 +63,10 @@ def sizes(shapes: Shapes) -> dict[str, Any]:
         "num_heads": hidden_size // shapes["blocks.0.attention.norm_q.weight"][0],
         "depth": 1 + max(int(key.split(".")[1]) for key in shapes if key.startswith("blocks.")),
     }
+
+
+def latent_config(shapes: Shapes, in_channels: int, patch_size: int) -> dict[str, Any] | None:
+    """Constructor arguments of a latent model whose tokens are so wide, else None: no other number tells the kinds."""
+    if shapes["final_layer.linear.bias"][0] != in_channels * patch_size**2:
+        return None
+    return {"in_channels": in_channels, "patch_size": patch_size, **sizes(shapes)}
