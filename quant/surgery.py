@@ -103,7 +103,8 @@ def _joined_scales(pieces: Sequence[QuantizedWeight], shape: tuple[int, int]) ->
     if recipe.format == "convrot_w4a4":
         return torch.cat(scales), recipe
     recipe = replace(recipe, full_precision=any(piece.recipe.full_precision for piece in pieces))
-    if all(scale.numel() == 1 for scale in scales) and all(torch.equal(scale, scales[0]) for scale in scales[1:]):
+    shared = not recipe.row_scales and all(scale.numel() == 1 for scale in scales)
+    if shared and all(torch.equal(scale, scales[0]) for scale in scales[1:]):
         return scales[0], recipe
     rows = [scale.reshape(-1, 1).expand(piece.shape[0], 1) for scale, piece in zip(scales, pieces, strict=True)]
     if recipe.format == "int8_tensorwise":
