@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import comfyui_files as files
 import numpy as np
 import pytest
+import torch
 from comfyui_graphs import node
 from comfyui_server import Server
 from PIL import Image
@@ -36,34 +38,47 @@ def pictures(root: Path) -> ModuleType:
     return module
 
 
-def test_the_demo_shows_what_its_prompt_says_and_the_engine_the_same(
-    server: Server, workflow: dict, pictures: ModuleType, tmp_path: Path
-):
+@dataclass(frozen=True)
+class Demo:
+    latent: torch.Tensor
+    picture: Path
+
+
+@pytest.fixture(scope="session")
+def in_comfyui(server: Server, workflow: dict) -> Demo:
+    outputs = server.run(workflow)
+    [picture] = [output["images"][0] for output in outputs.values() if "images" in output]
+    latent = files.tensors(server.file_of(outputs["latent"]["latents"][0]))["latent_tensor"]
+    return Demo(latent, server.file_of(picture))
+
+
+def pixels(file: Path) -> np.ndarray:
+    with Image.open(file) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def test_the_demo_shows_what_its_prompt_says(in_comfyui: Demo, workflow: dict, pictures: ModuleType):
+    [prompt] = [node["inputs"]["text"] for node in workflow.values() if node["inputs"].get("text")]
+
+    assert pictures.check(pixels(in_comfyui.picture), prompt) == []
+
+
+def test_the_engine_makes_the_same_demo_picture(in_comfyui: Demo, workflow: dict, tmp_path: Path):
     import nativedit
 
-    outputs = server.run(workflow)
-    [saved] = [output["images"][0] for output in outputs.values() if "images" in output]
-    there = files.tensors(server.file_of(outputs["latent"]["latents"][0]))["latent_tensor"]
     result = nativedit.run(workflow, models_dir=tmp_path, output_dir=tmp_path / "output", progress=False)
 
-    with Image.open(server.file_of(saved)) as picture:
-        pixels = np.asarray(picture.convert("RGB"))
-    [prompt] = [v["inputs"]["text"] for v in workflow.values() if v["inputs"].get("text")]
-    assert pictures.check(pixels, prompt) == []
     [sampler] = [key for key, value in workflow.items() if value["class_type"] == "KSampler"]
-    assert rel_err(result.outputs[sampler][0]["samples"], there) <= 1e-4
-    with Image.open(result.pictures[0]) as picture:
-        here = np.asarray(picture.convert("RGB")).astype(int)
-    assert np.abs(here - pixels).max() <= 1
+    assert rel_err(result.outputs[sampler][0]["samples"], in_comfyui.latent) <= 1e-4
+    difference = pixels(result.pictures[0]).astype(int) - pixels(in_comfyui.picture)
+    assert np.abs(difference).max() <= 1
 
 
-def test_core_s_text_encoder_loader_gives_the_same_demo_picture(server: Server, workflow: dict):
+def test_cores_text_encoder_loader_gives_the_same_demo_picture(server: Server, in_comfyui: Demo, workflow: dict):
     graph = json.loads(json.dumps(workflow))
     [loader] = [key for key, value in graph.items() if value["class_type"] == "NativeDiTLoadTextEncoder"]
     graph[loader] = node("CLIPLoader", clip_name=graph[loader]["inputs"]["file"], type="stable_diffusion")
 
-    first, second = (
-        files.tensors(server.file_of(server.run(g)["latent"]["latents"][0]))["latent_tensor"] for g in (workflow, graph)
-    )
+    latent = files.tensors(server.file_of(server.run(graph)["latent"]["latents"][0]))["latent_tensor"]
 
-    assert rel_err(second, first) <= 1e-6
+    assert rel_err(latent, in_comfyui.latent) <= 1e-6
