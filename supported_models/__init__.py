@@ -9,6 +9,7 @@ from ._registry import (
     get_architecture,
     header_config,
 )
+from ._two_way import Run, Target, TwoWayMap
 
 __all__ = [
     "PREFIXES",
@@ -17,8 +18,11 @@ __all__ = [
     "KeyMap",
     "Match",
     "Part",
+    "Run",
     "Sampling",
     "Shapes",
+    "Target",
+    "TwoWayMap",
     "architectures",
     "closest_architectures",
     "find_architecture",

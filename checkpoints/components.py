@@ -1,0 +1,136 @@
+"""Models of several parts: a diffusers pipeline, an all-in-one checkpoint; taken apart and put together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from ..files.errors import FileError
+from ..quant.stream import Progress
+from ..supported_models import Run, Target
+from .kinds import AUTOENCODER, DIFFUSION_MODEL, TEXT_ENCODER
+from .moves import Move
+from .opened import Checkpoint
+from .pickles import open_any
+from .report import ConversionReport
+from .save import new_folder, write_file
+
+# Prefix in an all-in-one checkpoint -> folder under models/. A text encoder's name follows its prefix.
+_PARTS = {
+    "model.diffusion_model.": DIFFUSION_MODEL,
+    "first_stage_model.": AUTOENCODER,
+    "vae.": AUTOENCODER,
+    "text_encoders.": TEXT_ENCODER,
+    "cond_stage_model.": TEXT_ENCODER,
+}
+# Wan 2.2's pipeline has two transformers; ComfyUI's files are told apart by these words.
+_NOISE = {"transformer": "high_noise", "transformer_2": "low_noise"}
+
+
+def parts_of(folder: Path) -> list[str]:
+    """The components of a diffusers pipeline's folder that hold weights; [] for anything else."""
+    index = folder / "model_index.json"
+    if not folder.is_dir() or not index.is_file():
+        return []
+    with open(index, encoding="utf-8") as file:
+        named = json.load(file)
+    wanted = ("transformer", "text_encoder", "vae")
+    return [name for name in named if name.startswith(wanted) and _has_weights(folder / name)]
+
+
+def _has_weights(folder: Path) -> bool:
+    return folder.is_dir() and any(file.suffix in (".safetensors", ".bin", ".pth", ".pt") for file in folder.iterdir())
+
+
+def to_folder(
+    source: Path,
+    destination: str | os.PathLike,
+    parts: list[str],
+    convert: Callable[..., ConversionReport],
+    *,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Every part of a pipeline in ComfyUI's folders: diffusion_models/, text_encoders/, vae/ under ``destination``.
+
+    A pair of transformers keeps ComfyUI's names for it: ``..._high_noise``, ``..._low_noise``.
+    """
+    stem, notes, count = source.resolve().name, [], 0
+    folders = {"transformer": "diffusion_models", "text_encoder": "text_encoders", "vae": "vae"}
+    with new_folder(destination) as target:
+        for part in parts:
+            kind = part.removesuffix("_2").removesuffix("_3")
+            ending = f"_{_NOISE[part]}" if "transformer_2" in parts and part in _NOISE else part.removeprefix(kind)
+            file = target / folders[kind] / f"{stem}{ending}.safetensors"
+            file.parent.mkdir(exist_ok=True)
+            report = convert(source / part, file, layout="comfy", progress=progress)
+            count += report.tensors
+            notes += [f"{file.parent.name}/{file.name}: {report.architecture}", *report.notes]
+    return ConversionReport(
+        os.fspath(source), os.fspath(destination), "checkpoint", "a pipeline", "comfy", count, [], notes
+    )
+
+
+def split(
+    checkpoint: Checkpoint, destination: str | os.PathLike, *, progress: Progress | None = None
+) -> ConversionReport:
+    """One file per part of an all-in-one checkpoint, in ComfyUI's folders. Raises FileError: a key of no part."""
+    found = _parts(checkpoint)
+    stem, notes, count = Path(checkpoint.path).stem, [], 0
+    with new_folder(destination) as target:
+        for prefix, keys in found.items():
+            kind = next(kind for start, kind in _PARTS.items() if prefix.startswith(start))
+            name = prefix.removeprefix("text_encoders.").rstrip(".")
+            ending = f"_{name}" if kind is TEXT_ENCODER else ""
+            file = target / kind.folder / f"{stem}{ending}.safetensors"
+            file.parent.mkdir(exist_ok=True)
+            targets = [Target(key[len(prefix) :], checkpoint.shapes[key], (Run(key),)) for key in keys]
+            write_file(file, [("", Move(checkpoint, targets))], {}, progress)
+            count += len(keys)
+            notes.append(f"{kind.folder}/{file.name}: {len(keys)} tensors from {prefix}")
+    return ConversionReport(
+        checkpoint.path, os.fspath(destination), "checkpoint", "an all-in-one checkpoint", "comfy", count, [], notes
+    )
+
+
+def _parts(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Prefix -> keys; a text encoder's prefix includes its name. Raises FileError for keys of no part."""
+    found: dict[str, list[str]] = {}
+    strange = []
+    for key in checkpoint.shapes:
+        start = next((prefix for prefix in _PARTS if key.startswith(prefix)), None)
+        if start is None:
+            strange.append(key)
+            continue
+        if start == "text_encoders.":
+            start += key[len(start) :].partition(".")[0] + "."
+        found.setdefault(start, []).append(key)
+    if strange:
+        raise FileError(
+            checkpoint.path, f"{len(strange)} keys belong to no part that is known: {', '.join(strange[:5])}"
+        )
+    return found
+
+
+def join(
+    parts: Mapping[str, str | os.PathLike], destination: str | os.PathLike, *, progress: Progress | None = None
+) -> ConversionReport:
+    """An all-in-one checkpoint of several files: prefix ("model.diffusion_model.", "text_encoders.t5xxl.", "vae.")
+    -> file. Raises FileError, ValueError (a prefix that ComfyUI does not know)."""
+    for prefix in parts:
+        if not prefix.endswith(".") or not any(prefix.startswith(start) for start in _PARTS):
+            raise ValueError(f"prefix {prefix!r} is not one of {', '.join(_PARTS)} (a text encoder's name follows it)")
+    with ExitStack() as stack:
+        moves = []
+        for prefix, path in parts.items():
+            checkpoint = stack.enter_context(open_any(path))
+            targets = [Target(key, shape, (Run(key),)) for key, shape in checkpoint.shapes.items()]
+            moves.append((prefix, Move(checkpoint, targets)))
+        write_file(destination, moves, {}, progress)
+        count = sum(len(move.targets) for _, move in moves)
+    names = ", ".join(os.fspath(path) for path in parts.values())
+    return ConversionReport(
+        names, os.fspath(destination), "checkpoint", "an all-in-one checkpoint", "comfy", count, [], []
+    )

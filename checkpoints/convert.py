@@ -1,0 +1,109 @@
+"""convert: diffusers folders and files, prefixed and original layouts into ComfyUI's files, and back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..files.errors import FileError, OutputError
+from ..quant.stream import Progress
+from . import components, diffusion, text, vae
+from .kinds import AUTOENCODER, CHECKPOINT, DIFFUSION_MODEL, LORA, TEXT_ENCODER, kind_of, wrong_slot
+from .opened import Checkpoint
+from .pickles import open_any
+from .report import ConversionReport
+from .save import SHARD_BYTES, write_file, write_folder
+
+LAYOUTS = ("comfy", "diffusers")
+_CONVERTIBLE = (DIFFUSION_MODEL, TEXT_ENCODER, AUTOENCODER)
+
+
+def convert(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    *,
+    layout: str = "comfy",
+    component: str | None = None,
+    architecture: str | None = None,
+    tokenizer: str | os.PathLike | None = None,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> ConversionReport:
+    """Write a model in another layout; quantized layers keep their bits.
+
+    source: a file (safetensors, or a pickle: .pth, .pt, .bin, .ckpt), a shard index, a folder; of a whole pipeline
+    (model_index.json) the transformer, or ``component``. destination: for "comfy" a .safetensors file (a folder for
+    every part of a pipeline or of an all-in-one checkpoint), for "diffusers" a new folder. architecture: a card's
+    name, None = recognise. tokenizer: of a text encoder, when it isn't beside it. progress: (done, total, key).
+    Raises FileError (missing and unknown keys by name; the wrong kind of file), OutputError, ValueError.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r} is unknown; known are {', '.join(LAYOUTS)}")
+    path = Path(source)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    if layout == "comfy" and (parts := components.parts_of(path)) and component is None:
+        if _is_folder(destination):
+            return components.to_folder(path, destination, parts, convert, progress=progress)
+        component = "transformer" if "transformer" in parts else parts[0]
+    with open_any(path, component=component or "transformer") as checkpoint:
+        kind = kind_of(checkpoint.shapes)
+        if kind is CHECKPOINT and layout == "comfy" and _is_folder(destination):
+            return components.split(checkpoint, destination, progress=progress)
+        if kind is CHECKPOINT:
+            raise FileError(
+                checkpoint.path,
+                "is an all-in-one checkpoint; give a folder as destination (--to comfy) to get one file per part first",
+            )
+        if kind is LORA:
+            raise FileError(checkpoint.path, "is a LoRA or another adapter; `nativedit lora` converts those")
+        if kind not in _CONVERTIBLE and architecture is None:
+            # Says what it is, the closest architectures and the first keys.
+            diffusion.recognise(checkpoint)
+            raise FileError(checkpoint.path, wrong_slot(kind, DIFFUSION_MODEL))
+        if layout == "comfy":
+            return _to_comfy(checkpoint, kind, destination, architecture, tokenizer, progress)
+        return _to_diffusers(checkpoint, kind, destination, architecture, progress, shard_bytes)
+
+
+def _is_folder(destination: str | os.PathLike) -> bool:
+    text = os.fspath(destination)
+    return os.path.isdir(text) or text.endswith(("/", os.sep)) or not os.path.splitext(text)[1]
+
+
+def _to_comfy(checkpoint: Checkpoint, kind, destination, architecture, tokenizer, progress) -> ConversionReport:
+    if _is_folder(destination):
+        raise OutputError(
+            destination, "is a folder; a ComfyUI model is one file: give a name that ends in .safetensors"
+        )
+    if Path(destination).suffix.lower() != ".safetensors":
+        raise OutputError(destination, "is not a .safetensors name, which ComfyUI wants")
+    left_out, notes = [], []
+    if kind is TEXT_ENCODER and architecture is None:
+        title, move, metadata, left_out, notes = text.to_comfy(checkpoint, tokenizer)
+    elif kind is AUTOENCODER and architecture is None:
+        title, move, metadata = vae.to_comfy(checkpoint)
+    else:
+        match, move, metadata = diffusion.to_comfy(checkpoint, architecture)
+        kind, title = DIFFUSION_MODEL, match.architecture.title
+    write_file(destination, [("", move)], metadata, progress)
+    count = len(move.targets) + len(move.constants)
+    return ConversionReport(checkpoint.path, os.fspath(destination), kind.name, title, "comfy", count, left_out, notes)
+
+
+def _to_diffusers(checkpoint: Checkpoint, kind, destination, architecture, progress, shard_bytes) -> ConversionReport:
+    if os.path.splitext(os.fspath(destination))[1] in (".safetensors", ".json"):
+        raise OutputError(destination, "is a file name; a diffusers model is a folder")
+    stem, files, notes = "diffusion_pytorch_model", {}, []
+    if kind is TEXT_ENCODER and architecture is None:
+        title, move, config, files, notes = text.to_diffusers(checkpoint)
+        stem = "model"
+    elif kind is AUTOENCODER and architecture is None:
+        title, move, config, notes = vae.to_diffusers(checkpoint)
+    else:
+        match, move, config = diffusion.to_diffusers(checkpoint, architecture)
+        kind, title = DIFFUSION_MODEL, match.architecture.title
+    write_folder(destination, move, config, stem=stem, files=files, progress=progress, shard_bytes=shard_bytes)
+    return ConversionReport(
+        checkpoint.path, os.fspath(destination), kind.name, title, "diffusers", len(move.targets), [], notes
+    )
