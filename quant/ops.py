@@ -169,10 +169,12 @@ def _quantized_input(module: _Quantized, x: torch.Tensor) -> torch.Tensor:
     scale = module._buffers.get("input_scale")
     keywords: dict[str, Any] = {}
     if name.startswith("float8"):
-        # Activations are e4m3 for both weight types; e5m2 x e5m2 has no product on any device.
+        # ComfyUI casts activations to the weight's type. For e5m2 that is the worse choice (two bits less, and no GPU
+        # multiplies e5m2 with e5m2), so the default is e4m3 for both.
         keywords["dtype"] = torch.float8_e4m3fn
-        if scale is None and module._products == "comfyui":
-            scale = torch.ones((), device=x.device)
+        if module._products == "comfyui":
+            keywords["dtype"] = module.weight.dtype
+            scale = torch.ones((), device=x.device) if scale is None else scale
     if name != "mxfp8":
         keywords["scale"] = scale
     stored, params = layout_of(name).quantize(x, **keywords)

@@ -91,7 +91,11 @@ class Quantizer:
 
     def _matrix(self, writing: Writing, runs: list[RowRun]) -> Iterator[Task]:
         """One matrix: in one pass when it is a single run or each row stands for itself, else in two."""
-        sampler = CodebookSampler(self.rows.shape[-2:], self.recipe) if self.recipe.codebook else None
+        # A weight that is quantized in one call has its codebook chosen there.
+        at_once = len(runs) == 1 and len(range(0, self.rows.shape[-2], self._batch_rows())) == 1
+        sampler = None
+        if self.recipe.codebook and not at_once:
+            sampler = CodebookSampler(self.rows.shape[-2:], self.recipe)
         common = _Common(self.recipe, sampler)
         if len(runs) > 1 and (self.recipe.codebook or has_tensor_scale(self.recipe)):
             for run in runs:
@@ -134,9 +138,12 @@ class Quantizer:
             for suffix, tensor in tensors.items():
                 self._put(writing, suffix, part, tensor.cpu())
 
-    def _batches(self, run: RowRun, weight: torch.Tensor) -> Iterator[tuple[RowRun, torch.Tensor]]:
+    def _batch_rows(self) -> int:
         limit = _BATCH_CPU if self.device.type == "cpu" else _BATCH_DEVICE
-        step = max(128, limit // max(weight.shape[-1], 1) // 128 * 128)
+        return max(128, limit // max(self.rows.shape[-1], 1) // 128 * 128)
+
+    def _batches(self, run: RowRun, weight: torch.Tensor) -> Iterator[tuple[RowRun, torch.Tensor]]:
+        step = self._batch_rows()
         for start in range(0, weight.shape[0], step):
             piece = weight[start : start + step].to(self.device).to(self.rows.dtype)
             yield RowRun(run.start + start, run.start + start + piece.shape[0], run.expert), piece
