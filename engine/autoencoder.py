@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..autoencoders import Autoencoder, find_autoencoder, fit_shape
-from ..checkpoints.kinds import AUTOENCODER, kind_of, wrong_slot
 from ..checkpoints.fill import check_keys
+from ..checkpoints.kinds import AUTOENCODER, kind_of, wrong_slot
 from ..files.errors import FileError
 from ..files.source import open_source
 from ..ldm.layers.operations import CastOps

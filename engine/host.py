@@ -59,6 +59,9 @@ class EngineHost:
         with open_checkpoint(path, component="transformer") as checkpoint:
             card = recognise(checkpoint, architecture=wanted).architecture
             nbytes = sum(info.nbytes for info in checkpoint.source.tensors.values())
+        if card.module is None:
+            problem = f"is {card.title}, which ComfyUI's core runs and the engine does not; run the workflow there"
+            raise FileError(path, f"{problem} with --server URL")
         dtype = self._storage(nbytes) if precision == AS_STORED else precision
         with self.progress.bar(nbytes, f"load {Path(file).name}", unit="B") as bar:
             module = load_diffusion_model(

@@ -12,6 +12,7 @@ import torch
 
 from ..files.errors import FileError
 from ..files.source import open_source
+from ..ldm.layers.operations import CastOps
 
 __all__ = ["LoraFile", "apply_lora", "diffusion_names", "text_encoder_names"]
 
@@ -88,24 +89,44 @@ def apply_lora(
     """A copy of ``module`` with ``strength`` times the LoRA added, and "n of m layers applied".
 
     wanted: the file's layers that are meant for this module; names: see ``diffusion_names``. Weights are added in
-    float32 and kept in their own dtype. Raises FileError when less than half of the layers fit.
+    float32 and kept in their own dtype; a quantized layer becomes a bfloat16 one, because its few steps could not hold
+    a small change. Raises FileError when less than half of the layers fit.
     """
     parameters = dict(module.named_parameters())
-    found = {name: f"{names[name]}.weight" for name in wanted if f"{names.get(name)}.weight" in parameters}
+    found = {name: names[name] for name in wanted if f"{names.get(name)}.weight" in parameters}
     missing = sorted(wanted - found.keys())
     summary = f"{len(found)} of {len(wanted)} layers of {os.path.basename(lora.path)} applied"
     if 2 * len(missing) > len(wanted):
         raise FileError(lora.path, f"{summary}: it was made for another model; not found: {', '.join(missing[:3])}")
     if missing:
         summary += f"; not found: {', '.join(missing[:3])}"
-    changed = {}
-    for name, key in found.items():
-        weight = changed.get(key, parameters[key])
-        changed[key] = _added(weight, lora, name, key, strength)
-    shared = {id(value): value for key, value in parameters.items() if key not in changed}
-    copied = copy.deepcopy(module, shared)
-    copied.load_state_dict(changed, strict=False, assign=True)
-    return copied.requires_grad_(False).eval(), summary
+    changed: dict[str, torch.Tensor] = {}
+    for name, layer in found.items():
+        weight = changed[layer] if layer in changed else _plain_weight(module.get_submodule(layer))
+        changed[layer] = _added(weight, lora, name, f"{layer}.weight", strength)
+    kept = {key: value for key, value in parameters.items() if key.removesuffix(".weight") not in changed}
+    kept |= dict(module.named_buffers())
+    copied = copy.deepcopy(module, {id(value): value for value in kept.values()})
+    for layer, weight in changed.items():
+        _put(copied, layer, torch.nn.Parameter(weight, requires_grad=False))
+    return copied, summary
+
+
+def _plain_weight(layer: torch.nn.Module) -> torch.Tensor:
+    quantized = getattr(layer, "quantization", None) is not None
+    return layer.dequantized(torch.bfloat16) if quantized else layer.weight
+
+
+def _put(module: torch.nn.Module, layer: str, weight: torch.nn.Parameter) -> None:
+    """Gives a layer another weight; a quantized one is replaced by a plain one."""
+    own = module.get_submodule(layer)
+    if getattr(own, "quantization", None) is not None:
+        plain = CastOps.Linear(*reversed(weight.shape), bias=own.bias is not None, device="meta")
+        plain.bias = own.bias
+        parent, _, last = layer.rpartition(".")
+        setattr(module.get_submodule(parent), last, plain)
+        own = plain
+    own.weight = weight
 
 
 def _added(weight: torch.Tensor, lora: LoraFile, name: str, key: str, strength: float) -> torch.Tensor:

@@ -276,6 +276,23 @@ class ModelSamplingAuraFlow(ModelSamplingSD3):
     shift, multiplier = 1.73, 1.0
 
 
+class ModelNoiseScale(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="ModelNoiseScale",
+            inputs=[
+                io.Model.Input("model"),
+                io.Float.Input("noise_scale", default=1.0, min=0.0, max=64.0, step=0.01),
+            ],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model, noise_scale):
+        return io.NodeOutput(model.with_sampling(noise_scale=noise_scale))
+
+
 NODES = [
     KSampler,
     KSamplerAdvanced,
@@ -288,4 +305,5 @@ NODES = [
     SamplerCustomAdvanced,
     ModelSamplingSD3,
     ModelSamplingAuraFlow,
+    ModelNoiseScale,
 ]

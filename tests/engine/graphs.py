@@ -109,6 +109,7 @@ GRAPHS: dict[str, Graph] = {
     "custom_basic": custom("BasicGuider", denoise=0.5),
     "sd3_shift": with_model_node(small(), "shifted", "ModelSamplingSD3", shift=5.0),
     "aura_shift": with_model_node(small(scheduler="normal"), "shifted", "ModelSamplingAuraFlow", shift=1.0),
+    "noise_scale": with_model_node(small(sampler="lcm"), "scaled", "ModelNoiseScale", noise_scale=1.5),
     "radiance_latent": empty("EmptyChromaRadianceLatentImage", 32, 24),
     "small_latent": empty("EmptyLatentImage", 32, 24),
     "sd3_latent": empty("EmptySD3LatentImage", 32, 24),

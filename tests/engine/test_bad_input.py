@@ -259,6 +259,18 @@ def test_a_bad_diffusion_model(run, graph: dict, file: str, expected: str):
     assert f"{file}.safetensors" in message and re.search(expected, message)
 
 
+def test_a_model_that_only_comfyuis_core_runs(run, graph: dict, monkeypatch: pytest.MonkeyPatch):
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    from nativedit.engine import host
+    from nativedit.supported_models import get_architecture
+
+    card = replace(get_architecture("prx_pixel"), title="FLUX.1", module=None)
+    monkeypatch.setattr(host, "recognise", lambda *_, **__: SimpleNamespace(architecture=card))
+    assert re.search("tiny.safetensors: is FLUX.1, which ComfyUI's core runs .*--server", failure(run, graph))
+
+
 @pytest.mark.parametrize(
     ("file", "expected"),
     [

@@ -119,3 +119,25 @@ def test_weights_in_bfloat16_stay_in_bfloat16(run, monkeypatch: pytest.MonkeyPat
     graph["model"]["inputs"]["unet_name"] = "tiny_bf16.safetensors"
 
     assert {weight.dtype for weight in weights(run(graph)).values()} == {torch.bfloat16}
+
+
+def test_a_quantized_layer_gets_its_change_in_full(run, models: Path):
+    """int8 codes are no numbers to add to; and in 127 steps most of a small change would be lost."""
+    import nativedit
+
+    source = models / "diffusion_models" / "tiny.safetensors"
+    nativedit.quantize(source, source.with_name("tiny_int8.safetensors"), format="int8_tensorwise")
+    graph = model_only("dit_comfy.safetensors", strength=0.5)
+    graph["model"]["inputs"]["unet_name"] = "tiny_int8.safetensors"
+    result = run(graph)
+
+    before, after = result.outputs["model"][0].module, result.outputs["lora"][0].module
+    quantized = [name for name, layer in before.named_modules() if getattr(layer, "quantization", None)]
+    assert quantized
+    added = files.lora(files.dit_state(), "{}")
+    for name in quantized:
+        own, plain = before.get_submodule(name), after.get_submodule(name)
+        change = 0.5 * added[f"{name}.lora_B.weight"] @ added[f"{name}.lora_A.weight"]
+        expected = own.dequantized(torch.bfloat16).float() + change
+        torch.testing.assert_close(plain.weight.float(), expected, rtol=0.01, atol=0.002)
+        assert own.weight.dtype == torch.int8
