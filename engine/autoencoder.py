@@ -15,7 +15,7 @@ from ..files.source import open_source
 from ..ldm.layers.operations import CastOps
 from ..supported_models import import_dotted
 
-__all__ = ["PIXEL_SPACE", "KLAutoencoder", "PixelSpace", "crop_to", "load_autoencoder"]
+__all__ = ["PIXEL_SPACE", "NativeAutoencoder", "PixelSpace", "crop_to", "load_autoencoder"]
 
 # ComfyUI's VAELoader offers this name for models that work on pixels.
 PIXEL_SPACE = "pixel_space"
@@ -49,7 +49,7 @@ class PixelSpace:
 
 
 @dataclass(frozen=True)
-class KLAutoencoder:
+class NativeAutoencoder:
     """An autoencoder of ``nativedit.autoencoders``; computes in float32, as ComfyUI does on a CPU."""
 
     name: str

@@ -18,7 +18,7 @@ from ..ldm.layers.operations import CastOps
 from ..quant.ops import ComfyUIOps
 from ..supported_models import Architecture, architectures, get_architecture
 from ..text_encoders.families import find_text_encoder
-from .autoencoder import PIXEL_SPACE, KLAutoencoder, PixelSpace, load_autoencoder
+from .autoencoder import PIXEL_SPACE, NativeAutoencoder, PixelSpace, load_autoencoder
 from .clip import Clip
 from .flow import FlowSampling
 from .lora import LoraFile, apply_lora, diffusion_names, text_encoder_names
@@ -104,7 +104,7 @@ class EngineHost:
             return PixelSpace()
         path = self.folders.path("vae", file)
         module, kind = load_autoencoder(path, device=self.device)
-        return KLAutoencoder(file, module, kind.latent_channels, kind.compression, self.device)
+        return NativeAutoencoder(file, module, kind.latent_channels, kind.compression, self.device)
 
     def apply_lora(
         self, model: Model, clip: Clip | None, file: str, strength_model: float, strength_clip: float

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = ["DEMO", "FileList", "ModelFolders"]
 
@@ -30,28 +31,48 @@ class FileList(list):
         self.folder = folder
 
 
-class ModelFolders:
-    """roots: folders in the layout of ComfyUI's models/, searched in order; the demo files come last."""
+Root = str | os.PathLike | Mapping[str, Any]
 
-    def __init__(self, roots: str | os.PathLike | Iterable[str | os.PathLike] | None = None):
+
+class ModelFolders:
+    """roots: searched in order, the demo files last. Each is a folder in the layout of ComfyUI's models/, or what an
+    entry of its extra_model_paths.yaml says: {"base_path": ..., "diffusion_models": "unet", "loras": ["a", "b"]}.
+
+    Raises FileNotFoundError for a folder that does not exist.
+    """
+
+    def __init__(self, roots: Root | Iterable[Root] | None = None):
         if roots is None:
             roots = ()
-        elif isinstance(roots, (str, os.PathLike)):
+        elif isinstance(roots, (str, os.PathLike, Mapping)):
             roots = (roots,)
-        self.roots = [Path(root) for root in roots]
-        for root in self.roots:
-            if not root.is_dir():
+        self.roots: list[Path] = []
+        self._places: list[Mapping[str, list[Path]] | Path] = []
+        for root in roots:
+            if isinstance(root, Mapping):
+                self._places.append(_named_folders(root))
+                continue
+            if not Path(root).is_dir():
                 raise FileNotFoundError(f"{root}: no such models folder; name the folder that holds diffusion_models")
+            self.roots.append(Path(root))
+            self._places.append(Path(root))
         self._listed: dict[str, dict[str, Path]] = {}
+
+    def _folders(self, folder: str) -> Iterator[Path]:
+        for place in [*self._places, DEMO]:
+            for subfolder in SUBFOLDERS.get(folder, (folder,)):
+                if isinstance(place, Path):
+                    yield place / subfolder
+                else:
+                    yield from place.get(subfolder, ())
 
     def files(self, folder: str) -> dict[str, Path]:
         """Name as ComfyUI shows it (with / between folders) -> path. The first root that has a name wins."""
         if folder not in self._listed:
             found: dict[str, Path] = {}
-            for root in [*self.roots, DEMO]:
-                for subfolder in SUBFOLDERS.get(folder, (folder,)):
-                    for name, path in _walk(root / subfolder):
-                        found.setdefault(name, path)
+            for place in self._folders(folder):
+                for name, path in _walk(place):
+                    found.setdefault(name, path)
             self._listed[folder] = found
         return self._listed[folder]
 
@@ -96,6 +117,17 @@ class ModelFolders:
     def path(self, folder: str, name: str) -> Path:
         """Raises ValueError as ``find``."""
         return self.files(folder)[self.find(folder, name)]
+
+
+def _named_folders(entry: Mapping[str, Any]) -> dict[str, list[Path]]:
+    base = Path(os.path.expanduser(entry.get("base_path") or ""))
+    folders = {}
+    for kind, paths in entry.items():
+        if kind not in ("base_path", "is_default"):
+            # The YAML file writes several folders as lines of one text.
+            lines = str(paths).splitlines() if isinstance(paths, (str, os.PathLike)) else paths
+            folders[kind] = [base / os.path.expanduser(line) for line in map(str, lines) if str(line).strip()]
+    return folders
 
 
 def _walk(folder: Path):

@@ -213,6 +213,15 @@ def test_a_missing_file_that_lies_in_another_folder(run, graph: dict):
     assert "there is one of that name in text_encoders" in problems(run, graph)[0]
 
 
+@pytest.mark.parametrize("paths", ["unet", "other\nunet\n", ["other", "unet"]])
+def test_folders_may_be_named_one_by_one_as_in_extra_model_paths(run, graph: dict, models: Path, tmp_path: Path, paths):
+    (tmp_path / "mine" / "unet").mkdir(parents=True)
+    (tmp_path / "mine" / "unet" / "m.safetensors").symlink_to(models / "diffusion_models" / "tiny.safetensors")
+    graph["model"]["inputs"]["unet_name"] = "m.safetensors"
+
+    run(graph, models_dir=[{"base_path": str(tmp_path / "mine"), "diffusion_models": paths}, models])
+
+
 def test_a_missing_models_folder(run, graph: dict, tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no such models folder"):
         run(graph, models_dir=tmp_path / "nowhere")
