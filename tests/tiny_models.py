@@ -154,11 +154,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_module(row: str) -> torch.nn.Module:
-    """The diffusers model with random weights, biases and norms too."""
+def tiny_module(row: str, arguments: dict[str, Any] | None = None) -> torch.nn.Module:
+    """The diffusers model with random weights, biases and norms too; ``arguments`` instead of the table's."""
     import diffusers
 
-    name, arguments = TINY[row]
+    name, own = TINY[row]
+    arguments = own if arguments is None else arguments
     torch.manual_seed(len(row))
     module = getattr(diffusers, name)(**arguments).eval().requires_grad_(False)
     for key, value in module.state_dict().items():
