@@ -131,7 +131,10 @@ class EngineHost:
 
     def empty_latent(self, model: Model, *, width: int, height: int, batch_size: int) -> dict[str, Any]:
         defaults, latent = model.architecture.defaults, model.latent
-        width, height = width or defaults.width, height or defaults.height
+        if defaults is not None:
+            width, height = width or defaults.width, height or defaults.height
+        if not width or not height:
+            raise ValueError(f"{model.architecture.title} has no size of its own; give width and height")
         check_size(model, width, height)
         size = (height // latent.compression, width // latent.compression)
         return {

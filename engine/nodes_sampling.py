@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from .declare import engine_host, io
-from .host import check_size
 from .samplers import SAMPLERS
 from .sampling import Guider, fit_empty_latent, noise_for, sample
 from .schedules import SCHEDULES, sigmas_for
@@ -26,8 +25,6 @@ def run_sampler(
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
     """(latent with the samples, x0 of the last step; None without a step). seed: of the noise, also what steps add."""
     samples = fit_empty_latent(guider.model, latent)
-    compression = guider.model.latent.compression
-    check_size(guider.model, samples.shape[-1] * compression, samples.shape[-2] * compression)
     noise = noise_for(samples, seed, latent.get("batch_index")) if add_noise else torch.zeros_like(samples)
     last: list[torch.Tensor] = []
     with engine_host().progress.bar(max(0, len(sigmas) - 1), sampler) as bar:

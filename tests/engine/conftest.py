@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 import torch
 from comfyui_server import MODEL_FOLDERS
 
+sys.path.insert(0, str(Path(__file__).parent))
+import prx_files
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -19,6 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
     files.write_models(folder)
     files.write_bad_files(folder)
+    prx_files.write(folder)
     files.write_loras(folder / "loras")
     return folder
 

@@ -13,9 +13,19 @@ def small(**settings: Any) -> Graph:
     return text_to_latent(**{"size": (32, 24)} | settings)
 
 
-def image_to_image(*, masked: bool = False, sampler: str = "euler", denoise: float = 0.6) -> Graph:
+PRX = {"model": "tiny_prx.safetensors", "clip": "tiny_t5gemma.safetensors"}
+
+
+def image_to_image(
+    *,
+    masked: bool = False,
+    sampler: str = "euler",
+    denoise: float = 0.6,
+    model_files: dict[str, str] | None = None,
+    size: tuple[int, int] = (32, 24),
+) -> Graph:
     """From a latent that was sampled before; with a mask only its right part is sampled again."""
-    graph = small(steps=3, seed=11)
+    graph = small(steps=3, seed=11, size=size, **(model_files or {}))
     second = small(steps=4, sampler=sampler, denoise=denoise)["sampler"]
     second["inputs"]["latent_image"] = ["sampler", 0]
     graph |= {"second": second}
@@ -107,6 +117,12 @@ GRAPHS: dict[str, Graph] = {
     "advanced_denoised": advanced(return_noise="disable"),
     "custom": custom(),
     "custom_basic": custom("BasicGuider", denoise=0.5),
+    "prx": small(**PRX, prompt="A (Red:1.3) circle &amp; a Square", size=(48, 32)),
+    "prx_image": image_to_image(model_files=PRX, size=(48, 32)),
+    "prx_sd3_latent": {
+        **small(**PRX, sampler="res_multistep"),
+        "latent": node("EmptySD3LatentImage", width=72, height=40, batch_size=1),
+    },
     "sd3_shift": with_model_node(small(), "shifted", "ModelSamplingSD3", shift=5.0),
     "aura_shift": with_model_node(small(scheduler="normal"), "shifted", "ModelSamplingAuraFlow", shift=1.0),
     "noise_scale": with_model_node(small(sampler="lcm"), "scaled", "ModelNoiseScale", noise_scale=1.5),

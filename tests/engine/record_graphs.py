@@ -17,11 +17,13 @@ TESTS = Path(__file__).parent.parent
 def latents_of(comfyui: Path, python: Path, folder: Path) -> dict[str, torch.Tensor]:
     """name -> latent, from a ComfyUI that is started for it with the pack and the tiny models in ``folder``."""
     import comfyui_files as files
+    import prx_files
     from comfyui_server import Server, make_base
     from graphs import GRAPHS
 
     base = make_base(folder)
     files.write_models(base / "models")
+    prx_files.write(base / "models")
     files.write_loras(base / "models" / "loras")
     found = {}
     with Server(comfyui, base, python) as server:
