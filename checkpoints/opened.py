@@ -31,5 +31,10 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike, *, component: str | None = None) -> Iterator[Checkpoint]:
     """``files.open_source`` with quantized layers understood. Raises FileError, FileNotFoundError."""
     with open_source(path, component=component) as source:
-        quantized = read_quantized(source)
-        yield Checkpoint(source, quantized, quantized.logical_shapes(source), metadata_of(source))
+        yield checkpoint_of(source)
+
+
+def checkpoint_of(source: Source) -> Checkpoint:
+    """Any source of weights, understood in the same way. Raises QuantError."""
+    quantized = read_quantized(source)
+    return Checkpoint(source, quantized, quantized.logical_shapes(source), metadata_of(source))

@@ -85,10 +85,10 @@ def quantize(
     target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with open_source(source) as opened:
         found = read_quantized(opened)
-        plan = _policy_of(format, policy, card_policy, include, exclude, keep_edges, fast_matmul)
+        plan = policy_of(format, policy, card_policy, include, exclude, keep_edges, fast_matmul)
         layout_of(plan.recipe.format)
-        layers = _usable_layers(opened, found, requantize)
-        decisions = _decide(opened, found, layers, plan, detect)
+        layers = usable_layers(opened, found, requantize)
+        decisions = decide_layers(opened, found, layers, plan, detect)
         report = QuantizationReport(
             opened.path,
             os.fspath(destination),
@@ -98,7 +98,7 @@ def quantize(
         )
         if not report.quantized:
             report.warnings.append("the policy chose no layer; see the reasons with --dry-run")
-        assemblies, records = _assemble(opened, destination, found, layers, decisions, target_device)
+        assemblies, records = assemble(opened, destination, found, layers, decisions, target_device)
         report.bytes_after = sum(entry_bytes(assembly) for assembly in assemblies)
         if dry_run:
             return report
@@ -110,7 +110,7 @@ def quantize(
         return report
 
 
-def _policy_of(format, policy, card, include, exclude, keep_edges, fast_matmul) -> Policy:
+def policy_of(format, policy, card, include, exclude, keep_edges, fast_matmul) -> Policy:
     chosen = read_policy(policy)
     name = format or chosen.format or (card.layout if card else "")
     if not name:
@@ -138,7 +138,7 @@ def _with_safe_products(recipe: Recipe, fast_matmul: bool) -> Recipe:
     return replace(recipe, full_precision=recipe.format.startswith("float8") and not fast_matmul)
 
 
-def _usable_layers(source: Source, found: QuantizedFile, requantize: bool) -> dict[str, Layer]:
+def usable_layers(source: Source, found: QuantizedFile, requantize: bool) -> dict[str, Layer]:
     """The layers that are quantized already, by weight key. Raises QuantError."""
     settle_conflicts(source, found)
     found.refuse_problems()
@@ -153,7 +153,7 @@ def _usable_layers(source: Source, found: QuantizedFile, requantize: bool) -> di
     return layers
 
 
-def _decide(source, found: QuantizedFile, layers: dict[str, Layer], plan: Policy, detect) -> list[Decision]:
+def decide_layers(source, found: QuantizedFile, layers: dict[str, Layer], plan: Policy, detect) -> list[Decision]:
     side = set(found.notes_keys) | {
         key for layer in layers.values() for suffix, key in layer.keys.items() if suffix != "weight"
     }
@@ -208,7 +208,7 @@ def _keep_detected(decisions: list[Decision], shapes: dict[str, tuple[int, ...]]
     return result
 
 
-def _assemble(source, destination, found: QuantizedFile, layers, decisions, device):
+def assemble(source, destination, found: QuantizedFile, layers, decisions, device):
     assemblies, assembly_of = assemblies_for(source, destination)
     records: dict[str, dict[str, Any]] = {}
     consumed = set(found.notes_keys)

@@ -56,7 +56,7 @@ def dequantize(
                 continue
             layer = layers.get(key)
             if layer is not None and layer.dialect != "cast":
-                _add_dequantized(assembly_of(key), opened, layer, target)
+                add_dequantized(assembly_of(key), opened, layer, target)
                 if not layer.exact:
                     report.warnings.append(
                         f"layer {layer.name!r} is written as {list(layer.shape)}: {layer.recipe.format} pads to "
@@ -74,7 +74,7 @@ def dequantize(
         return report
 
 
-def _add_dequantized(assembly: Assembly, source: Source, layer: Layer, dtype: torch.dtype) -> None:
+def add_dequantized(assembly: Assembly, source: Source, layer: Layer, dtype: torch.dtype) -> None:
     name = f"{layer.name}.weight"
     stored = source.info(layer.keys["weight"]).nbytes
     assembly.computed(

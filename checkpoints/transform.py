@@ -1,0 +1,112 @@
+"""Which weights of a source are quantized, and how, by its architecture's card: for loading, saving, in a graph."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..files.dtypes import torch_dtype
+from ..files.errors import FileError
+from ..files.memory import Lazy, MemoryWriter, TensorSource
+from ..files.source import Source
+from ..quant.formats import ALIASES, FORMATS, Recipe
+from ..quant.stream import Meter, Writing, run_tasks
+from ..quant.transform import Plan, plan_quantization, plan_storage
+from ..supported_models import Match, Shapes, find_architecture
+from . import diffusion
+from .moves import Move
+from .opened import Checkpoint, checkpoint_of
+from .quantize import GENERIC, identity
+
+__all__ = ["CARD", "FORMAT_NAMES", "GENERIC", "comfy_layout", "is_format", "part_of", "plan"]
+
+CARD = "card"
+# In the order in which people are offered them: the safest first.
+FORMAT_NAMES = ("int8_convrot", "int8_tensorwise", "float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4", "convrot_w4a4",
+                "asym_w4a8_int8")  # fmt: skip
+
+
+def is_format(precision: str) -> bool:
+    """Whether this is a quantization format, not a plain number format."""
+    return precision.partition(":")[0] in (*FORMATS, *ALIASES)
+
+
+def plan(
+    source: Source,
+    precision: str | None,
+    *,
+    policy: str | os.PathLike | Mapping[str, Any] = CARD,
+    exclude: Iterable[str] = (),
+    requantize: Mapping[str, Recipe] | None = None,
+    device: str | torch.device | None = None,
+    detect: Callable[[Shapes], Any] = identity,
+) -> Plan:
+    """precision: None = as stored, a float type, or a quantization format. policy: "card", "generic", or a TOML file.
+
+    The result of quantizing is detected as the same model: ``detect`` (logical shapes -> anything comparable) says so.
+    Raises FileError, QuantError, ValueError.
+    """
+    if precision is None:
+        return plan_storage(source, requantize=requantize, device=device)
+    card = _card(source)
+    if not is_format(precision):
+        return plan_storage(source, dtype=precision, keep_float32=card.keep_float32 if card else ())
+    return plan_quantization(
+        source,
+        format=precision,
+        policy=None if policy in (CARD, GENERIC) else policy,
+        card_policy=card.quantization if card and policy != GENERIC else None,
+        exclude=exclude,
+        requantize=requantize,
+        device=device,
+        detect=detect,
+    )
+
+
+def _card(source: Source) -> Any:
+    checkpoint = checkpoint_of(source)
+    match = find_architecture(checkpoint.shapes, metadata=checkpoint.metadata)
+    return match.architecture if match is not None else None
+
+
+def part_of(source: Source, wanted: Callable[[str], bool]) -> Source:
+    """The same files with only some of their tensors in sight. The files stay open with ``source``."""
+    parts = [
+        replace(part, tensors={name: info for name, info in part.tensors.items() if wanted(name)})
+        for part in source.parts
+    ]
+    return Source(source.path, parts, source.config)
+
+
+def comfy_layout(checkpoint: Checkpoint, match: Match | None) -> Source:
+    """A source whose tensors have ComfyUI's names and fusions, whatever layout the file has; read when asked for."""
+    if match is None or match.layout is None:
+        return checkpoint.source
+    match, move, metadata = diffusion.to_comfy(checkpoint, match.architecture.name)
+    if any(layer.dialect != "cast" for layer in checkpoint.quantized.layers.values()):
+        raise FileError(
+            checkpoint.path,
+            f"is quantized and in the {match.layout.name} layout; make a ComfyUI file of it first "
+            "(nativedit convert FILE OUT --to comfy)",
+        )
+    tensors: dict[str, torch.Tensor | Lazy] = dict(move.constants)
+    for target in move.targets:
+        tensors[target.name] = _lazy(move, target)
+    return TensorSource(checkpoint.path, tensors, {**checkpoint.source.metadata, **metadata})
+
+
+def _lazy(move: Move, target: Any) -> Lazy:
+    assembly = move.assembly([target])
+    [(name, dtype, shape)] = assembly.entries
+
+    def make() -> torch.Tensor:
+        memory = MemoryWriter(assembly.entries)
+        with Writing(memory) as writing:
+            run_tasks(assembly.tasks(writing), Meter(0, None))
+        return memory.tensors[name]
+
+    return Lazy(torch_dtype(dtype), shape, make)

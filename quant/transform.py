@@ -1,0 +1,219 @@
+"""Changes how weights are stored on their way from any source into memory or into one file.
+
+The same pieces in the same order as `convert.quantize`, so the bytes are those of a file quantized beforehand.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..files import SafetensorsWriter, Source
+from ..files.dtypes import FLOAT_NAMES, name_of, parse_dtype
+from ..files.memory import MemoryWriter
+from .canonical import entry_bytes
+from .convert import assemble, decide_layers, policy_of
+from .dequantize import add_dequantized
+from .errors import QuantError
+from .formats import FORMATS, Recipe
+from .kitchen import layout_of
+from .layer import Layer
+from .markers import RECORD_KEY, Record
+from .output import Assembly
+from .policy import PREFIXES, CardPolicy, Decision, Policy, matches
+from .reader import QuantizedFile, read_quantized, settle_conflicts
+from .report import QuantizationReport
+from .stream import Meter, Progress, Writing, run_tasks
+
+__all__ = ["Plan", "plan_quantization", "plan_storage"]
+
+
+@dataclass
+class Plan:
+    """What is to be done with a source, before a weight is read. ``report`` says what was decided, layer by layer."""
+
+    source: Source
+    assembly: Assembly
+    records: dict[str, dict[str, Any]]
+    report: QuantizationReport
+    record: Record = field(default_factory=Record)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the result would have the source's own tensors, byte for byte."""
+        found = {name: (dtype, shape) for name, dtype, shape in self.assembly.entries}
+        stored = {name: (info.dtype, info.shape) for name, info in self.source.tensors.items()}
+        return not self.records and found == stored
+
+    def tensors(self, progress: Progress | None = None) -> dict[str, torch.Tensor]:
+        """The result in memory. Besides it, some pieces of the source are held: a few hundred MB at most."""
+        started = time.monotonic()
+        memory = MemoryWriter(self.assembly.entries)
+        with Writing(memory) as writing:
+            run_tasks(self.assembly.tasks(writing), Meter(self.assembly.read_bytes, progress))
+        self._done(started)
+        return memory.tensors
+
+    def write(
+        self, destination: str | os.PathLike, metadata: Mapping[str, str], progress: Progress | None = None
+    ) -> None:
+        """One safetensors file, complete or not at all; ``metadata`` and the record of quantized layers in its header.
+
+        Raises OutputError."""
+        started = time.monotonic()
+        entries, sources = self.assembly.entries, [*self.source.paths, self.source.path]
+        with SafetensorsWriter(destination, entries, self.header(metadata), sources=sources) as writer:
+            with Writing(writer) as writing:
+                run_tasks(self.assembly.tasks(writing), Meter(self.assembly.read_bytes, progress))
+            writer.replace_metadata(self.header(metadata))
+        self.report.destination = os.fspath(destination)
+        self._done(started)
+
+    def header(self, metadata: Mapping[str, str]) -> dict[str, str]:
+        """``metadata`` with the record; its checksums are right when everything was written."""
+        if not self.records:
+            return dict(metadata)
+        return {**metadata, RECORD_KEY: self.record.encode()}
+
+    def _done(self, started: float) -> None:
+        self.report.written = True
+        self.report.seconds = time.monotonic() - started
+
+
+def plan_quantization(
+    source: Source,
+    *,
+    format: str | Recipe | None,
+    policy: str | os.PathLike | Mapping[str, Any] | None = None,
+    card_policy: CardPolicy | None = None,
+    exclude: Iterable[str] = (),
+    requantize: Mapping[str, Recipe] | None = None,
+    device: str | torch.device | None = None,
+    detect: Any = None,
+) -> Plan:
+    """Quantize what the policy chooses; options as of `convert.quantize`.
+
+    Layers that are quantized in the same way already stay as they are, to the bit. ``requantize`` layer -> recipe, for
+    float weights that come from a quantized layer and become one again where the policy has no other wish. Raises
+    QuantError when a layer is quantized in another way, ValueError for an unknown format or a pattern without a match.
+    """
+    found = _settled(source)
+    wanted = policy_of(format, policy, card_policy, (), tuple(exclude), 0, False)
+    for recipe in [wanted.recipe, *(rule.recipe for rule in wanted.rules if rule.recipe)]:
+        layout_of(recipe.format)
+    layers = {layer.keys["weight"]: layer for layer in found.layers.values() if layer.dialect != "cast"}
+    _refuse_other_formats(source, layers, wanted)
+    decisions = decide_layers(source, found, layers, wanted, detect)
+    decisions = [
+        decision.kept(f"is {layers[decision.key].recipe} already") if decision.key in layers else decision
+        for decision in decisions
+    ]
+    again = requantize or {}
+    decisions = [
+        _exact_decision(source, decision.layer, again[decision.layer])
+        if decision.recipe is None and decision.layer in again
+        else decision
+        for decision in decisions
+    ]
+    return _plan(source, found, layers, decisions, str(wanted.recipe), wanted.name, device)
+
+
+def plan_storage(
+    source: Source,
+    *,
+    dtype: str | torch.dtype | None = None,
+    keep_float32: Iterable[str] = (),
+    requantize: Mapping[str, Recipe] | None = None,
+    device: str | torch.device | None = None,
+) -> Plan:
+    """As stored, in the form that ComfyUI's loader accepts; or every float and every quantized weight as ``dtype``.
+
+    ``requantize`` layer -> recipe, for float weights that are to be quantized in exactly this way. ``keep_float32``
+    regular expressions over tensor names (no prefix) that a cast leaves alone. Raises QuantError for layers that can't
+    be read rightly.
+    """
+    found = _settled(source)
+    layers = {layer.keys["weight"]: layer for layer in found.layers.values() if layer.dialect != "cast"}
+    if dtype is not None:
+        return _plan_cast(source, found, layers, parse_dtype(dtype), tuple(keep_float32))
+    decisions = [_exact_decision(source, name, recipe) for name, recipe in (requantize or {}).items()]
+    return _plan(source, found, layers, decisions, "as stored", "as stored", device)
+
+
+def _settled(source: Source) -> QuantizedFile:
+    found = read_quantized(source)
+    settle_conflicts(source, found)
+    found.refuse_problems()
+    return found
+
+
+def _refuse_other_formats(source: Source, layers: Mapping[str, Layer], policy: Policy) -> None:
+    for layer in layers.values():
+        rule = next((rule for rule in policy.rules if matches(rule.match, layer.name)), None)
+        wanted = policy.recipe if rule is None else rule.recipe
+        if wanted is not None and _storage(layer.recipe) != _storage(wanted):
+            raise QuantError(
+                source.path,
+                f"is quantized already ({len(layers)} layers, {layer.name!r} as {layer.recipe}); making it {wanted} "
+                "would lose quality twice. Start from the unquantized model, or choose as stored",
+            )
+
+
+def _storage(recipe: Recipe) -> tuple[Any, ...]:
+    return recipe.format, recipe.convrot_groupsize, recipe.row_scales
+
+
+def _exact_decision(source: Source, name: str, recipe: Recipe) -> Decision:
+    info = source.info(f"{name}.weight")
+    kind = "bank" if len(info.shape) == 3 else "linear"
+    problem = FORMATS[recipe.format].problem(info.shape, recipe)
+    if problem is not None:
+        raise QuantError(source.path, f"layer {name!r} can't be stored as {recipe}: {problem}")
+    return Decision(name, info.name, info.shape, info.dtype, recipe, "as it was", info.nbytes, info.nbytes, kind)
+
+
+def _plan(source, found, layers, decisions, format: str, policy: str, device) -> Plan:
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    assemblies, records = assemble(source, "one.safetensors", found, layers, decisions, target)
+    before = sum(info.nbytes for info in source.tensors.values())
+    report = QuantizationReport(source.path, "", format, decisions, before, entry_bytes(assemblies[0]))
+    identity = {"name": os.path.basename(source.path), "size": before}
+    return Plan(source, assemblies[0], records, report, Record(format, policy, identity, records))
+
+
+def _plan_cast(
+    source: Source, found: QuantizedFile, layers: Mapping[str, Layer], dtype: torch.dtype, keep: tuple[str, ...]
+) -> Plan:
+    if name_of(dtype) not in FLOAT_NAMES:
+        raise ValueError(f"{dtype} is no float type that weights are kept in; choose bfloat16, float16 or float32")
+    assembly = Assembly(source)
+    consumed = set(found.notes_keys)
+    for layer in layers.values():
+        consumed.update(key for suffix, key in layer.keys.items() if suffix != "weight")
+    for key in source:
+        if key in consumed:
+            continue
+        stored = source.info(key).dtype
+        if key in layers:
+            add_dequantized(assembly, source, layers[key], dtype)
+        elif (
+            stored == name_of(dtype)
+            or not (stored in FLOAT_NAMES or stored.startswith("F8_E"))
+            or (stored == "F32" and any(re.search(pattern, _bare(key)) for pattern in keep))
+        ):
+            assembly.copy(key)
+        else:
+            assembly.cast(key, dtype)
+    before = sum(info.nbytes for info in source.tensors.values())
+    report = QuantizationReport(source.path, "", name_of(dtype), [], before, entry_bytes(assembly))
+    return Plan(source, assembly, {}, report)
+
+
+def _bare(key: str) -> str:
+    return next((key[len(prefix) :] for prefix in PREFIXES[:1] if key.startswith(prefix)), key)
