@@ -48,6 +48,10 @@ def _install() -> None:
         from . import text_encoders
 
         text_encoders.install()
+    with guarded("autoencoders in ComfyUI's own loaders"):
+        from . import vae
+
+        vae.install()
     with guarded("LoRA names"):
         from . import lora
 

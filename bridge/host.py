@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import comfy.model_management
@@ -11,14 +13,20 @@ import folder_paths
 import torch
 
 from ..checkpoints import load as checkpoints
-from ..checkpoints.kinds import DIFFUSION_MODEL, TEXT_ENCODER, kind_of, wrong_slot
+from ..checkpoints.kinds import CHECKPOINT, DIFFUSION_MODEL, TEXT_ENCODER, kind_of, wrong_slot
 from ..checkpoints.opened import open_checkpoint
+from ..checkpoints.transform import is_format
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
-from ..host import AS_STORED, AUTO
-from . import detection, text_encoders
+from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, Graph, Pictured, Saved
+from ..quant.reader import canonical_state_dict
+from . import detection, quantize, reports, save, text_encoders
 from .hooks import loading
 from .model import NativeDiTModel
+from .quantized import unknown_format
+
+# How the loader's node lists the files of models/checkpoints.
+CHECKPOINTS = "checkpoints/"
 
 
 class ComfyUIHost:
@@ -29,9 +37,23 @@ class ComfyUIHost:
     def list_files(self, folder: str) -> list[str]:
         return folder_paths.get_filename_list(folder)
 
-    def load_diffusion_model(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
-        path = folder_paths.get_full_path_or_raise("diffusion_models", file)
+    def fingerprint(self, folder: str, file: str, policy: str = CARD) -> str:
+        paths = [
+            diffusion_model_path(file) if folder == "diffusion_models" else folder_paths.get_full_path(folder, file)
+        ]
+        if policy not in (CARD, GENERIC):
+            paths.append(folder_paths.get_full_path(POLICY_FOLDER, policy))
+        return " ".join(_state_of(path) for path in paths)
+
+    def load_diffusion_model(
+        self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED, policy: str = CARD
+    ) -> Any:
+        path = diffusion_model_path(file)
+        if path is None:
+            path = folder_paths.get_full_path_or_raise("diffusion_models", file)
         wanted = None if architecture == AUTO else architecture
+        if is_format(precision):
+            return quantize.load_quantized(path, wanted, precision, quantize.policy_of(policy))
         model = load_diffusion_model(path, wanted, _dtype(precision))
         model.cached_patcher_init = (load_diffusion_model, (path, wanted, _dtype(precision)))
         return model
@@ -62,6 +84,46 @@ class ComfyUIHost:
         samples = torch.zeros(shape, device=comfy.model_management.intermediate_device())
         return {"samples": samples, "downscale_ratio_spacial": compression}
 
+    def quantize_model(self, model: Any, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Any:
+        return quantize.quantize_model(model, precision, quantize.policy_of(policy), keep)
+
+    def save_diffusion_model(
+        self, model: Any, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph
+    ) -> Saved:
+        return save.save_diffusion_model(model, prefix, precision, policy, graph)
+
+    def save_text_encoder(
+        self, clip: Any, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph
+    ) -> list[Saved]:
+        return save.save_text_encoder(clip, prefix, precision, policy, graph)
+
+    def save_vae(self, vae: Any, *, prefix: str, precision: str = AS_STORED, graph: Graph) -> Saved:
+        return save.save_vae(vae, prefix, precision, graph)
+
+    def inspect_checkpoint(self, file: str) -> Pictured:
+        return reports.inspect_checkpoint(file)
+
+    def repair_checkpoint(self, file: str, *, prefix: str, original: str | None = None) -> Saved:
+        return reports.repair_checkpoint(file, prefix, original)
+
+    def compare_models(self, reference: Any, model: Any) -> Pictured:
+        return reports.compare_models(reference, model)
+
+
+def diffusion_model_path(file: str) -> str | None:
+    """Of a name as the loader's node lists it: one in diffusion_models, or "checkpoints/NAME"."""
+    path = folder_paths.get_full_path("diffusion_models", file)
+    if path is None and file.startswith(CHECKPOINTS):
+        path = folder_paths.get_full_path("checkpoints", file.removeprefix(CHECKPOINTS))
+    return path
+
+
+def _state_of(path: str | None) -> str:
+    if path is None or not os.path.isfile(path):
+        return "missing"
+    state = os.stat(path)
+    return f"{path}:{state.st_size}:{state.st_mtime_ns}"
+
 
 def _dtype(precision: str) -> torch.dtype | None:
     return None if precision == AS_STORED else parse_dtype(precision)
@@ -76,11 +138,17 @@ def load_diffusion_model(
             checkpoints.recognise(checkpoint, architecture=architecture)
         except FileError:
             # A layout that no card knows may be one of ComfyUI's own.
-            if architecture is not None or kind_of(checkpoint.shapes) is not DIFFUSION_MODEL:
+            if architecture is not None or kind_of(checkpoint.shapes) not in (DIFFUSION_MODEL, CHECKPOINT):
                 raise
+        odd, all_in_one = quantize.is_odd(checkpoint), kind_of(checkpoint.shapes) is CHECKPOINT
+    if odd and dtype is None:
+        return quantize.load_quantized(path, architecture, None, CARD, disable_dynamic)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     later = {"disable_dynamic": True} if disable_dynamic else {}  # unknown to ComfyUI 0.8, which never asks for it
     with detection.only(architecture):
+        if all_in_one:
+            parts = {"output_vae": False, "output_clip": False}
+            return comfy.sd.load_checkpoint_guess_config(path, **parts, model_options=options, **later)[0]
         return comfy.sd.load_diffusion_model(path, model_options=options, **later)
 
 
@@ -88,10 +156,16 @@ def load_clip(path: str, architecture: str | None, dtype: torch.dtype | None, di
     """ComfyUI's CLIP of a text encoder's file. Raises FileError that says what the file is instead."""
     with open_checkpoint(path) as checkpoint:
         kind = kind_of(checkpoint.shapes)
-    if kind is not TEXT_ENCODER:
-        raise FileError(path, wrong_slot(kind, TEXT_ENCODER))
-    state_dict, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
-    state_dict, metadata = comfy.utils.convert_old_quants(state_dict, model_prefix="", metadata=metadata)
+        if kind is not TEXT_ENCODER:
+            raise FileError(path, wrong_slot(kind, TEXT_ENCODER))
+        if checkpoint.quantized.is_quantized:
+            # Every dialect, not only those that ComfyUI's own converter knows.
+            state_dict, metadata = canonical_state_dict(checkpoint.source), checkpoint.source.metadata
+        else:
+            state_dict, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
+    problem = unknown_format(state_dict)
+    if problem is not None:
+        raise FileError(path, problem)
     with loading(path):
         found = text_encoders.recognise(state_dict, metadata, architecture)
         if found is None:

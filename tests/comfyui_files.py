@@ -39,6 +39,28 @@ TEXT = {
 ODD_TEXT = {**TEXT, "rope_theta": 300.0, "rms_norm_eps": 1e-3}
 
 
+# Of the kinds that ComfyUI has no module for: CogView4's autoencoder, and Sana's.
+KL = {"block_out_channels": (32, 32, 64, 64), "layers_per_block": 1, "mid_block_add_attention": False}
+DC_AE = {
+    "encoder_block_types": ("ResBlock",) * 4 + ("EfficientViTBlock",) * 2,
+    "decoder_block_types": ("ResBlock",) * 4 + ("EfficientViTBlock",) * 2,
+    "encoder_block_out_channels": (32, 32, 32, 32, 64, 64),
+    "decoder_block_out_channels": (32, 32, 32, 32, 64, 64),
+    "encoder_layers_per_block": (1,) * 6,
+    "decoder_layers_per_block": (1,) * 6,
+    "encoder_qkv_multiscales": ((), (), (), (), (5,), (5,)),
+    "decoder_qkv_multiscales": ((), (), (), (), (5,), (5,)),
+}
+
+
+def autoencoder(kind: str, **place: Any) -> torch.nn.Module:
+    """kind: "kl" or "dc_ae"."""
+    from nativedit.autoencoders.dc_ae import AutoencoderDC
+    from nativedit.autoencoders.kl import AutoencoderKL
+
+    return (AutoencoderKL(**KL, **place) if kind == "kl" else AutoencoderDC(**DC_AE, **place)).eval()
+
+
 def random_state(module: torch.nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Weights of a size that keeps activations near 1, norms near 1, the same for every dtype but for rounding."""
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +68,7 @@ def random_state(module: torch.nn.Module, seed: int, dtype: torch.dtype = torch.
     for key, value in module.state_dict().items():
         noise = torch.randn(value.shape, generator=generator)
         if value.ndim > 1:
-            tensor = noise * value.shape[-1] ** -0.5
+            tensor = noise * value[0].numel() ** -0.5
         else:
             tensor = 1 + 0.1 * noise if "norm" in key and key.endswith("weight") else 0.1 * noise
         state[key] = tensor.to(dtype)

@@ -106,6 +106,7 @@ HOOKED = [
     (comfy.lora, "model_lora_keys_unet"),
     (comfy.lora, "model_lora_keys_clip"),
     (comfy.lora, "load_lora"),
+    (comfy.sd.VAE, "__init__"),
 ]
 
 
@@ -525,6 +526,15 @@ def check_text_encoders_of_others_are_left_to_comfyui():
     assert encoders._claim([qwen3("", 2048)]) is not None, "ComfyUI takes bare keys for CLIP-L"
     assert encoders._claim([{**qwen3("model.", 2048), **tokenizer}]) is not None, "a tokenizer was put in for us"
     assert encoders._claim([qwen3("model.", 640)]) is not None, "of no size that ComfyUI has"
+
+
+def check_autoencoders_of_others_are_left_to_comfyui():
+    claim = part("bridge.vae").claim
+    assert claim(None) is None and claim({}) is None
+    assert claim({"pixel_space_vae": torch.tensor(1.0)}) is None
+    assert claim({"decoder.conv_in.weight": torch.zeros(8, 4, 3, 3)}) is None
+    vae = comfy.sd.VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
+    assert vae.latent_channels == 3
 
 
 def check_the_originals_stay_reachable():

@@ -1,0 +1,244 @@
+"""Quantizing inside ComfyUI: a file while it is loaded, or a MODEL of the graph. Core's own loader does the rest.
+
+What reaches the loader is a state dict as a quantized file would give it, so that core's layers, LoRA handling and
+memory management apply unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import comfy.model_detection
+import comfy.model_management
+import comfy.quant_ops
+import comfy.sd
+import folder_paths
+import torch
+
+from ..checkpoints import transform
+from ..checkpoints.kinds import CHECKPOINT, DIFFUSION_MODEL, Kind, kind_of, wrong_slot
+from ..checkpoints.opened import Checkpoint, checkpoint_of
+from ..files.errors import FileError
+from ..files.source import Source, open_source
+from ..quant.formats import FORMATS, Recipe, parse_recipe
+from ..quant.markers import HEADER_KEY, RECORD_KEY
+from ..quant.policy import read_policy
+from ..supported_models import Match, Shapes, find_architecture
+from . import detection
+from .hooks import MARK, comfyui_version, loading
+from .progress import node_progress
+from .weights import SAVED_PREFIX, diffusion_weights
+
+POLICY_FOLDER = "quantization_policies"
+# Tensors beside the model's own in an all-in-one file that say how it is sampled ("v_pred", "ztsnr").
+_NOTE_ELEMENTS = 16
+
+
+def policy_of(name: str) -> str:
+    """The node's choice: "card", "generic", or the path of a file in models/quantization_policies."""
+    if name in (transform.CARD, transform.GENERIC):
+        return name
+    return folder_paths.get_full_path_or_raise(POLICY_FOLDER, name)
+
+
+def refuse_unheld(what: str, precision: str, policy: str) -> None:
+    """Raises FileError for a format that this ComfyUI, or the device, can't hold."""
+    recipes: list[Recipe] = [parse_recipe(precision)]
+    if policy not in (transform.CARD, transform.GENERIC):
+        recipes += [rule.recipe for rule in read_policy(policy).rules if rule.recipe is not None]
+    for name in dict.fromkeys(recipe.format for recipe in recipes):
+        if name not in comfy.quant_ops.QUANT_ALGOS:
+            raise FileError(
+                what,
+                f"can't be quantized to {name}: ComfyUI {comfyui_version()} does not hold it, it needs "
+                f"{FORMATS[name].since['linear']} or newer with its comfy-kitchen; choose another format",
+            )
+        device = comfy.model_management.get_torch_device()
+        if device.type == "mps" and name in ("float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4"):
+            problem = f"can't be quantized to {name}: Apple's GPUs have no 8-bit floats; choose an int8 format"
+            raise FileError(what, problem)
+
+
+def compute_device() -> torch.device:
+    """Where weights are quantized: a CUDA device if ComfyUI uses one."""
+    device = comfy.model_management.get_torch_device()
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def as_comfyui_sees(shapes: Shapes) -> tuple[Any, str]:
+    """What our cards and ComfyUI's own detection make of these shapes; two equal answers are the same model."""
+    return transform.identity(shapes), _cores_verdict(shapes)
+
+
+def _cores_verdict(shapes: Shapes) -> str:
+    originals = comfy.model_detection.__dict__.get(MARK, {})
+    detect = originals.get("detect_unet_config", comfy.model_detection.detect_unet_config)
+    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
+    own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    try:
+        config = detect(own or tensors, "")
+    except Exception as error:  # a foreign function on a file it may not know
+        return f"raises {type(error).__name__}"
+    return repr(sorted((config or {}).items(), key=lambda item: item[0]))
+
+
+def load_quantized(
+    path: str, architecture: str | None, precision: str | None, policy: str, disable_dynamic: bool = False
+) -> Any:
+    """A MODEL from a file, its weights quantized on the way (precision None: as stored, but in ComfyUI's dialect).
+
+    Holds the result and some pieces of the file, never both models. Raises FileError, QuantError, ValueError.
+    """
+    if precision is not None:
+        refuse_unheld(path, precision, policy)
+    with open_source(path) as source:
+        checkpoint = checkpoint_of(source)
+        match = find_architecture(checkpoint.shapes, metadata=checkpoint.metadata, architecture=architecture)
+        kind = kind_of(checkpoint.shapes)
+        if match is None and kind not in (DIFFUSION_MODEL, CHECKPOINT):
+            raise FileError(path, wrong_slot(kind, DIFFUSION_MODEL))
+        if precision is not None:
+            _refuse_quantized(checkpoint, precision)
+        whole = kind is CHECKPOINT
+        model = _model_part(checkpoint, match, kind)
+        plan = transform.plan(model, precision, policy=policy, device=compute_device(), detect=as_comfyui_sees)
+        tensors = plan.tensors(node_progress())
+        if whole:
+            tensors.update(_notes(source))
+        metadata = {key: value for key, value in model.metadata.items() if key not in (HEADER_KEY, RECORD_KEY)}
+    patcher = hand_over(path, tensors, metadata, architecture, whole=whole, disable_dynamic=disable_dynamic)
+    patcher.cached_patcher_init = (load_quantized, (path, architecture, precision, policy))
+    return patcher
+
+
+def is_odd(checkpoint: Checkpoint) -> bool:
+    """Whether a file holds quantized layers, or stray float8 tensors, that ComfyUI's own loader would misread."""
+    found = checkpoint.quantized
+    stray = (
+        info.dtype.startswith("F8_E")
+        and (len(info.shape) < 2 or not key.endswith((".weight", "_scale", ".weight_s_rel")))
+        for key, info in checkpoint.source.tensors.items()
+    )
+    settled = (bool(layer.notes) or layer.dialect == "scales" for layer in found.layers.values())
+    return bool(found.problems or found.conflicts) or any(settled) or any(stray)
+
+
+def _refuse_quantized(checkpoint: Checkpoint, precision: str) -> None:
+    layers = [layer for layer in checkpoint.quantized.layers.values() if layer.dialect != "cast"]
+    if layers:
+        raise FileError(
+            checkpoint.path,
+            f"is quantized already ({len(layers)} layers, {layers[0].name!r} as {layers[0].recipe}); load it as "
+            f"stored, or start from the unquantized model to get {precision}",
+        )
+
+
+def _model_part(checkpoint: Checkpoint, match: Match | None, kind: Kind) -> Source:
+    if kind is CHECKPOINT:
+        return transform.part_of(checkpoint.source, lambda key: key.startswith(SAVED_PREFIX))
+    return transform.comfy_layout(checkpoint, match)
+
+
+def _notes(source: Source) -> dict[str, torch.Tensor]:
+    small = [key for key, info in source.tensors.items() if "." not in key and info.numel <= _NOTE_ELEMENTS]
+    return {key: source.read(key) for key in small}
+
+
+def hand_over(
+    path: str,
+    tensors: dict[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    architecture: str | None = None,
+    *,
+    whole: bool = False,
+    disable_dynamic: bool = False,
+) -> Any:
+    """ComfyUI's ModelPatcher of a state dict, by its own loader. whole: the state dict is that of a checkpoint."""
+    later = {"disable_dynamic": True} if disable_dynamic else {}
+    with loading(path), detection.only(architecture):
+        if whole:
+            parts = {"output_vae": False, "output_clip": False, "output_model": True}
+            found = comfy.sd.load_state_dict_guess_config(tensors, **parts, metadata=dict(metadata), **later)
+            patcher = None if found is None else found[0]
+        else:
+            patcher = comfy.sd.load_diffusion_model_state_dict(tensors, metadata=dict(metadata), **later)
+    if patcher is None:
+        raise FileError(path, f"is a diffusion model that ComfyUI {comfyui_version()} does not recognise")
+    return patcher
+
+
+def quantize_model(patcher: Any, precision: str, policy: str, keep: Iterable[str] = ()) -> Any:
+    """A MODEL like this one with quantized weights: its patches are baked layer by layer, everything else (hooks,
+    injected layers, options) goes along.
+
+    ``patcher`` and its weights stay as they are. Raises FileError, QuantError, ValueError.
+    """
+    title = f"the {type(patcher.model).__name__} model in the graph"
+    refuse_unheld(title, precision, policy)
+    keep = tuple(keep)
+    with patcher.use_ejected():
+        weights = diffusion_weights(patcher, title)
+        plan = transform.plan(
+            weights.source,
+            precision,
+            policy=policy,
+            exclude=keep,
+            requantize=weights.requantize,
+            device=compute_device(),
+            detect=as_comfyui_sees,
+        )
+        tensors = plan.tensors(node_progress())
+    new = hand_over(title, tensors, {})
+    _refuse_another_model(title, patcher, new)
+    return _with_model(patcher, new, (precision, policy, keep))
+
+
+def _refuse_another_model(title: str, old: Any, new: Any) -> None:
+    def known(patcher: Any) -> dict[str, Any]:
+        return {key: value for key, value in patcher.model.model_config.unet_config.items() if key != "dtype"}
+
+    if type(new.model) is not type(old.model) or known(new) != known(old):
+        raise FileError(
+            title,
+            f"is recognised as {type(new.model).__name__} with other settings when its weights are loaded again; "
+            "ComfyUI can't tell this model by its weights, so it can't be quantized in the graph",
+        )
+
+
+def _with_model(old: Any, new: Any, settings: tuple[Any, ...]) -> Any:
+    """A clone of ``old`` (options, hooks, sampling) around the model of ``new``."""
+    sampling = old.object_patches_backup.get("model_sampling", old.model.model_sampling)
+    new.model.model_type = old.model.model_type
+    new.model.model_sampling = copy.deepcopy(sampling)
+    if "model_override" in inspect.signature(old.clone).parameters:
+        clone = old.clone(model_override=new.get_clone_model_override())
+    else:  # ComfyUI 0.8
+        clone = old.clone()
+        clone.model, clone.backup, clone.object_patches_backup, clone.pinned = new.model, {}, {}, set()
+    clone.hook_backup = {}
+    clone.size = new.model_size()
+    clone.patches, clone.patches_uuid, clone.parent = {}, uuid.uuid4(), None
+    init = getattr(old, "cached_patcher_init", None)
+    clone.cached_patcher_init = None if init is None else (_quantize_again, (init, dict(old.patches), *settings))
+    return clone
+
+
+def _quantize_again(
+    init: tuple[Any, ...],
+    patches: dict[str, list],
+    precision: str,
+    policy: str,
+    keep: tuple[str, ...],
+    disable_dynamic: bool = False,
+) -> Any:
+    """The same MODEL once more, for nodes that want a copy on another device."""
+    later = {"disable_dynamic": True} if disable_dynamic else {}
+    patcher = init[0](*init[1], **later)
+    patcher = patcher[init[2]] if len(init) > 2 else patcher
+    patcher.patches = {key: list(value) for key, value in patches.items()}
+    return quantize_model(patcher, precision, policy, keep)

@@ -1,0 +1,106 @@
+"""Autoencoders that ComfyUI does not know, inside its own VAE object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.sd
+import torch
+
+from ..autoencoders import Autoencoder, AutoencoderMatch, find_autoencoder, fit_shape
+from ..files.dtypes import parse_dtype
+from ..files.errors import FileError
+from ..latent_formats import get_latent_format
+from ..supported_models import import_dotted
+from .hooks import current_file, guarded, log, wrap_once
+from .quantized import check_weights, unknown_format
+
+# By this entry ComfyUI makes its pixel "autoencoder": every attribute that its version has, and almost no weights.
+SHELL = "pixel_space_vae"
+# ComfyUI's own numbers for FLUX.1's autoencoder: bytes per pixel, byte of dtype and channel of the widest tensor.
+ENCODE_FACTOR, DECODE_FACTOR = 1767 / 128, 2178 / 256
+
+
+def install() -> None:
+    # On the class, because other modules hold it by name and ask isinstance.
+    wrap_once(comfy.sd.VAE, "__init__", _init)
+
+
+def _init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """VAE.__init__(sd=None, device=None, config=None, dtype=None, metadata=None) of ComfyUI."""
+    named = dict(zip(("sd", "device", "config", "dtype", "metadata"), args, strict=False)) | kwargs
+    found = None
+    with guarded("the look at this autoencoder"):
+        found = claim(named.get("sd"), named.get("config"))
+    if found is None:
+        original(self, *args, **kwargs)
+        return
+    original(self, **{**named, "sd": {SHELL: torch.tensor(1.0)}})
+    fill(self, found, named["sd"], named.get("dtype"))
+
+
+def claim(state_dict: Mapping[str, torch.Tensor] | None, config: Any = None) -> AutoencoderMatch | None:
+    """The kind of an autoencoder that ComfyUI has no module for; None for its own and for anything else."""
+    if not state_dict or config is not None:
+        return None
+    found = find_autoencoder({key: tuple(value.shape) for key, value in state_dict.items()})
+    if found is None or get_latent_format(found.autoencoder.latent_format).core is not None:
+        return None
+    log.info("NativeDiT: loads this %s", found.autoencoder.title)
+    return found
+
+
+def fill(vae: Any, found: AutoencoderMatch, state_dict: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+    """Turn ComfyUI's pixel VAE into this one. Raises FileError for missing, unknown or misshapen weights."""
+    kind = found.autoencoder
+    path = current_file() or f"this {kind.title}"
+    problem = unknown_format(state_dict)
+    if problem is not None:
+        raise FileError(path, problem)
+    cls = import_dotted(kind.module)
+    empty = cls(**found.config, device="meta", operations=torch.nn)
+    expected = {key: tuple(value.shape) for key, value in empty.state_dict().items()}
+    weights = {}
+    for key, value in state_dict.items():
+        name = found.rename(key)
+        if name is not None:
+            weights[name] = fit_shape(value, expected[name]) if name in expected else value
+    check_weights(path, expected, weights)
+    _describe(vae, kind, found.config)
+    management = comfy.model_management
+    vae.vae_dtype = dtype or management.vae_dtype(vae.device, vae.working_dtypes)
+    module = cls(**found.config, device=None, dtype=None, operations=comfy.ops.disable_weight_init)
+    vae.first_stage_model = module.requires_grad_(False).eval().to(vae.vae_dtype)
+    if hasattr(management, "archive_model_dtypes"):  # absent in 0.8
+        management.archive_model_dtypes(vae.first_stage_model)
+    # 0.8 has the plain one alone; in later versions this is the dynamic one where that runs.
+    patcher = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
+    vae.patcher = patcher(vae.first_stage_model, load_device=vae.device, offload_device=management.vae_offload_device())
+    assign = {"assign": True} if hasattr(vae.patcher, "is_dynamic") and vae.patcher.is_dynamic() else {}
+    vae.first_stage_model.load_state_dict(weights, strict=False, **assign)
+    vae.size = None
+    vae.model_size()
+
+
+def _describe(vae: Any, kind: Autoencoder, config: Mapping[str, Any]) -> None:
+    vae.downscale_ratio = vae.upscale_ratio = kind.compression
+    vae.latent_channels, vae.latent_dim, vae.output_channels = kind.latent_channels, 2, 3
+    vae.working_dtypes = [parse_dtype(dtype) for dtype in kind.dtypes]
+    vae.disable_offload = False  # the shell's weights are nothing worth offloading, these are
+    encoder = config.get("encoder_block_out_channels") or config["block_out_channels"]
+    decoder = config.get("decoder_block_out_channels") or config["block_out_channels"]
+    encode = ENCODE_FACTOR * widest(encoder)
+    decode = DECODE_FACTOR * widest(decoder[1:])  # a level first works on what comes up from the one below
+    pixels_per_latent = kind.compression**2
+    size_of = comfy.model_management.dtype_size
+    vae.memory_used_encode = lambda shape, dtype: encode * shape[2] * shape[3] * size_of(dtype)
+    vae.memory_used_decode = lambda shape, dtype: decode * shape[2] * shape[3] * pixels_per_latent * size_of(dtype)
+
+
+def widest(widths: Sequence[int]) -> float:
+    """Channels of the largest tensor, counted at full resolution; every level halves it each way."""
+    return max(width / 4**level for level, width in enumerate(widths))
