@@ -7,15 +7,16 @@ the note is all there is, and without one the layer is undecidable.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..files import TensorInfo
+from .claims import Claim, Evidence, Unsettled, read_claim
 from .formats import FORMATS, Recipe, possible_groups, round_up
 from .layer import Layer
+from .markers import MARKER
 
-__all__ = ["Evidence", "Unsettled", "settle"]
+__all__ = ["Evidence", "Unsettled", "candidates", "settle"]
 
 _FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 _SCALES = frozenset({"F32", "F16", "BF16", "F64"})
@@ -23,81 +24,10 @@ _FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _BYTES = frozenset({"U8", "I8"})
 
 
-class Unsettled(ValueError):
-    """``kind`` as in Problem; ``conflict``: our own record contradicts the marker, a checksum can settle it."""
-
-    def __init__(self, kind: str, message: str, *, conflict: bool = False):
-        super().__init__(message)
-        self.kind = kind
-        self.conflict = conflict
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """All that a file says about one layer, weights unread.
-
-    ``infos`` canonical suffix -> TensorInfo; ``marker`` parsed (None: none, or an empty one; ``has_marker`` tells);
-    ``header`` its entry of ``_quantization_metadata``; ``record`` our own; ``legacy_length`` elements of the
-    ``scaled_fp8`` tensor above it; ``overruled``: the marker given is the record's, proven by checksum.
-    """
-
-    name: str
-    infos: Mapping[str, TensorInfo]
-    bias: TensorInfo | None = None
-    has_marker: bool = False
-    marker: dict[str, Any] | None = None
-    header: dict[str, Any] | None = None
-    record: dict[str, Any] | None = None
-    legacy_length: int | None = None
-    spelled_legacy: bool = False
-    overruled: bool = False
-
-
-@dataclass(frozen=True)
-class _Claim:
-    """A marker, read leniently: switches at the top level or under "params"."""
-
-    format: str | None = None
-    convrot: bool | None = None
-    convrot_groupsize: int | None = None
-    group_size: int | None = None
-    linear_dtype: str | None = None
-    full_precision: bool = False
-    experts: int | None = None
-
-
-def _read_claim(marker: Mapping[str, Any] | None) -> _Claim | None:
-    if marker is None:
-        return None
-    params = marker.get("params")
-    merged = {**params, **marker} if isinstance(params, Mapping) else dict(marker)
-    name = merged.get("format")
-    if name is not None and not isinstance(name, str):
-        raise Unsettled("damaged", f"its marker's format is {name!r}, expected a name")
-    return _Claim(
-        name,
-        _switch(merged, "convrot", bool),
-        _switch(merged, "convrot_groupsize", int),
-        _switch(merged, "group_size", int),
-        _switch(merged, "linear_dtype", str),
-        bool(_switch(merged, "full_precision_matrix_mult", bool)),
-        _switch(merged, "num_experts", int),
-    )
-
-
-def _switch(marker: Mapping[str, Any], key: str, kind: type) -> Any:
-    value = marker.get(key)
-    if value is None:
-        return None
-    if type(value) is not kind:
-        raise Unsettled("damaged", f"its marker says {key}={value!r}, expected a {kind.__name__}")
-    return value
-
-
 def settle(evidence: Evidence) -> Layer | None:
     """The layer's normal form, or None when it is not quantized. Raises Unsettled."""
     weight = evidence.infos.get("weight")
-    marker, header = _read_claim(evidence.marker), _read_claim(evidence.header)
+    marker, header = read_claim(evidence.marker), read_claim(evidence.header)
     if weight is None:
         if marker is not None or header is not None:
             raise Unsettled("damaged", "it has a marker but no weight: part of the file is missing")
@@ -124,17 +54,17 @@ def settle(evidence: Evidence) -> Layer | None:
     return layer
 
 
-def _differ(first: _Claim, second: _Claim) -> bool:
+def _differ(first: Claim, second: Claim) -> bool:
     if first.format and second.format and first.format != second.format:
         return True
     return _rotation(first) != _rotation(second) if "int8_tensorwise" in (first.format, second.format) else False
 
 
-def _rotation(claim: _Claim) -> int | None:
+def _rotation(claim: Claim) -> int | None:
     return (claim.convrot_groupsize or 256) if claim.convrot else None
 
 
-def _plain(evidence: Evidence, claim: _Claim | None) -> None:
+def _plain(evidence: Evidence, claim: Claim | None) -> None:
     """A float weight is not quantized, whatever a marker says; a scale beside a claimed one is a contradiction."""
     if claim is not None and claim.format and "weight_scale" in evidence.infos:
         raise Unsettled(
@@ -152,7 +82,7 @@ def _unscaled(evidence: Evidence) -> None:
     return None
 
 
-def _refuse_foreign(evidence: Evidence, claim: _Claim | None) -> None:
+def _refuse_foreign(evidence: Evidence, claim: Claim | None) -> None:
     """Formats of other libraries that look alike but are not read by ComfyUI."""
     infos = evidence.infos
     if "weight_correction" in infos:
@@ -185,7 +115,7 @@ def _refuse_foreign(evidence: Evidence, claim: _Claim | None) -> None:
         )
 
 
-def _by_tensors(evidence: Evidence, claim: _Claim | None) -> Layer | None:
+def _by_tensors(evidence: Evidence, claim: Claim | None) -> Layer | None:
     infos, weight = evidence.infos, evidence.infos["weight"]
     if "weight_s_rel" in infos or "weight_s_channel" in infos:
         return _w4a8(evidence, claim)
@@ -232,7 +162,7 @@ def _product(sizes: tuple[int, ...]) -> int:
     return result
 
 
-def _fp8(evidence: Evidence, claim: _Claim | None, name: str, notes: tuple[str, ...] = ()) -> Layer:
+def _fp8(evidence: Evidence, claim: Claim | None, name: str, notes: tuple[str, ...] = ()) -> Layer:
     weight, scale = evidence.infos["weight"], evidence.infos.get("weight_scale")
     if scale is None:
         if claim is not None and claim.format:
@@ -267,7 +197,7 @@ def _fp8(evidence: Evidence, claim: _Claim | None, name: str, notes: tuple[str, 
     return _layer(evidence, recipe, weight.shape, notes=notes)
 
 
-def _nvfp4(evidence: Evidence, claim: _Claim | None) -> Layer:
+def _nvfp4(evidence: Evidence, claim: Claim | None) -> Layer:
     infos = evidence.infos
     weight, scale, second = infos["weight"], infos.get("weight_scale"), infos["weight_scale_2"]
     lead, (rows, packed) = weight.shape[:-2], weight.shape[-2:]
@@ -290,7 +220,7 @@ def _nvfp4(evidence: Evidence, claim: _Claim | None) -> Layer:
     return _layer(evidence, Recipe("nvfp4"), shape, exact=False, notes=notes)
 
 
-def _w4a8(evidence: Evidence, claim: _Claim | None) -> Layer:
+def _w4a8(evidence: Evidence, claim: Claim | None) -> Layer:
     infos = evidence.infos
     weight, relative, channel = infos["weight"], infos.get("weight_s_rel"), infos.get("weight_s_channel")
     if relative is None or channel is None:
@@ -335,7 +265,7 @@ def _w4a8(evidence: Evidence, claim: _Claim | None) -> Layer:
     return _checked(evidence, recipe, (rows, columns), notes)
 
 
-def _int8(evidence: Evidence, claim: _Claim | None) -> Layer | None:
+def _int8(evidence: Evidence, claim: Claim | None) -> Layer | None:
     weight, scale = evidence.infos["weight"], evidence.infos.get("weight_scale")
     if scale is None:
         if claim is not None and claim.format:
@@ -370,9 +300,9 @@ def _int8(evidence: Evidence, claim: _Claim | None) -> Layer | None:
     return _checked(evidence, recipe, weight.shape, notes)
 
 
-def _int8_rotation(evidence: Evidence, claim: _Claim | None, row_scales: bool, columns: int) -> int | None:
+def _int8_rotation(evidence: Evidence, claim: Claim | None, row_scales: bool, columns: int) -> int | None:
     """The rotation's group or None; raises Unsettled where nothing in the file says."""
-    if claim is not None and claim.format in (None, "int8_tensorwise") and claim != _Claim():
+    if claim is not None and claim.format in (None, "int8_tensorwise") and claim != Claim():
         return _rotation(claim)
     if not row_scales or not possible_groups(columns):
         return None  # a rotated weight has one scale per row, and a group divides the columns
@@ -387,7 +317,7 @@ def _no_rotation_note(kind: str, columns: int) -> str:
     )
 
 
-def _w4a4(evidence: Evidence, claim: _Claim, scale: TensorInfo, shape: tuple[int, ...]) -> Layer:
+def _w4a4(evidence: Evidence, claim: Claim, scale: TensorInfo, shape: tuple[int, ...]) -> Layer:
     rows = _product(shape[:-1])
     if scale.numel != rows:
         raise Unsettled(
@@ -407,7 +337,7 @@ def _checked(evidence: Evidence, recipe: Recipe, shape: tuple[int, ...], notes: 
     return _layer(evidence, recipe, shape, notes=notes)
 
 
-def _with_notes(evidence: Evidence, claim: _Claim | None, layer: Layer) -> Layer:
+def _with_notes(evidence: Evidence, claim: Claim | None, layer: Layer) -> Layer:
     """Adds dialect, switches and the remarks that hold for every format."""
     if layer.dialect == "cast":
         return layer
@@ -462,8 +392,8 @@ def _logical_shape(evidence: Evidence, layer: Layer) -> tuple[tuple[int, ...], b
 def _check_against_record(evidence: Evidence, layer: Layer) -> None:
     if evidence.record is None or evidence.overruled:
         return
-    recorded = _read_claim(evidence.record["marker"])
-    now = _read_claim(layer.marker())
+    recorded = read_claim(evidence.record["marker"])
+    now = read_claim(layer.marker())
     if recorded.format != now.format or recorded.convrot_groupsize != now.convrot_groupsize:
         raise Unsettled(
             "undecidable",
@@ -479,8 +409,6 @@ def candidates(evidence: Evidence) -> list[Layer]:
     For int8 codes with one scale per row: not rotated, and rotated over each group that fits; for the other rotated
     formats each group. What a comparison with the original weight chooses from.
     """
-    from .markers import MARKER
-
     found: list[Layer] = []
     weight = evidence.infos.get("weight")
     if weight is None or weight.dtype not in _BYTES or len(weight.shape) < 2:

@@ -60,6 +60,7 @@ def test_float8_products_are_comfyuis(golden, monkeypatch):
         shape = golden.expect[f"dequant.{name}.weight"].shape
         module = ComfyUIOps.Linear(shape[1], shape[0], bias="bias" in own, device="meta")
         module.load_state_dict(own, strict=True, assign=True)
+        module.requires_grad_(False)
         full = module.quantization.recipe.full_precision
         monkeypatch.setattr(type(module), "_uses_format", lambda self, device, full=full: not full)
         value = module(golden.expect[f"x.{shape[1]}"])

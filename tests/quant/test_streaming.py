@@ -68,6 +68,18 @@ def test_row_chunks_give_the_bytes_of_one_go(tmp_path, monkeypatch, recipe):
         assert same_bytes(written[f"blocks.0.a.{suffix}"], tensor), suffix
 
 
+@pytest.mark.parametrize("group", [16, 64, 256])
+@pytest.mark.parametrize("scale", [0.02, 1.0])
+def test_our_faster_rotation_on_a_cpu_gives_comfy_kitchens_bytes(group, scale):
+    from comfy_kitchen.tensor import TensorWiseINT8Layout
+
+    weight = torch.randn(2048, 1024, generator=torch.Generator().manual_seed(group)).mul_(scale).to(torch.bfloat16)
+    weight[:, ::97] *= 50
+    codes, params = TensorWiseINT8Layout.quantize(weight, per_channel=True, convrot=True, convrot_groupsize=group)
+    ours = quantize_matrix(weight, parse_recipe(f"int8_tensorwise:convrot={group}"))
+    assert same_bytes(ours["weight"], codes) and same_bytes(ours["weight_scale"], params.scale)
+
+
 @pytest.mark.parametrize("heavy", [False, True], ids=["gaussian", "heavy tails"])
 def test_a_large_weight_gets_the_codebook_that_comfy_kitchen_chooses(tmp_path, monkeypatch, heavy):
     weight = torch.randn(1536, 512, generator=torch.Generator().manual_seed(3))
