@@ -6,10 +6,42 @@ inside. A node's ``execute`` is one call on the host, so every node is written o
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 AUTO = "auto"
 AS_STORED = "as stored"
+CARD = "card"
+GENERIC = "generic"
+# In models/: TOML files that say which layers to quantize, and how.
+POLICY_FOLDER = "quantization_policies"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a save node knows of the graph that it is part of: the prompt, and more that belongs into a file's header
+    (the workflow as drawn)."""
+
+    prompt: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A file that a node has written. shown: {"filename", "subfolder", "type"}, as ComfyUI's interface names files."""
+
+    path: str
+    text: str
+    shown: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """A report as text and as an IMAGE [1, H, W, 3] from 0 to 1."""
+
+    text: str
+    image: Any
 
 
 class Host(Protocol):
@@ -21,8 +53,15 @@ class Host(Protocol):
         """Names (relative, as the host shows them) of the files in a models folder: "diffusion_models",
         "text_encoders", "vae", "loras"."""
 
-    def load_diffusion_model(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
-        """A MODEL. architecture: a card's name or "auto"; precision: "as stored" or a dtype's name."""
+    def fingerprint(self, folder: str, file: str, policy: str = CARD) -> str:
+        """Changes when the file or the policy's file does; never raises for one that is gone."""
+
+    def load_diffusion_model(
+        self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED, policy: str = CARD
+    ) -> Any:
+        """A MODEL. file: in diffusion_models, or "checkpoints/NAME"; architecture: a card's name or "auto"; precision:
+        "as stored", a dtype's name, or a quantization format; policy: which layers are then quantized: "card",
+        "generic" or a file in models/quantization_policies."""
 
     def load_text_encoder(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
         """A CLIP that encodes prompts the way ``architecture`` was trained with."""
@@ -30,6 +69,32 @@ class Host(Protocol):
     def empty_latent(self, model: Any, *, width: int, height: int, batch_size: int) -> dict[str, Any]:
         """A LATENT of zeros, with the channels and the compression of ``model``. width, height: in pixels of the
         finished picture, 0 = the model's own default. Raises ValueError on a size the model's patches don't divide."""
+
+    def quantize_model(self, model: Any, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Any:
+        """A MODEL with quantized weights, its patches baked; ``model`` stays as it is. keep: globs over layer names."""
+
+    def save_diffusion_model(
+        self, model: Any, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph
+    ) -> Saved:
+        """One safetensors file in the output folder, complete or not at all. prefix: subfolders, a name, templates."""
+
+    def save_text_encoder(
+        self, clip: Any, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph
+    ) -> list[Saved]:
+        """The same for a CLIP and its tokenizer; one file per text encoder in it."""
+
+    def save_vae(self, vae: Any, *, prefix: str, precision: str = AS_STORED, graph: Graph) -> Saved:
+        """The same for a VAE."""
+
+    def inspect_checkpoint(self, file: str) -> Pictured:
+        """What a file ("FOLDER/NAME" in the models folder) holds, layer by layer, and what is wrong with it."""
+
+    def repair_checkpoint(self, file: str, *, prefix: str, original: str | None = None) -> Saved:
+        """The quantized file in the form that ComfyUI loads. original: "FOLDER/NAME" of the unquantized model, which
+        settles what the file does not say."""
+
+    def compare_models(self, reference: Any, model: Any) -> Pictured:
+        """How far the weights of ``model`` are from those of ``reference``, layer by layer, in decibels."""
 
 
 _current: Host | None = None

@@ -12,7 +12,7 @@ from ..quant.describe import QuantizationInfo, describe
 from ..supported_models import find_architecture
 from ..text_encoders.families import find_text_encoder
 from .kinds import TEXT_ENCODER, kind_of
-from .opened import open_checkpoint
+from .opened import Checkpoint, open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -38,30 +38,35 @@ class CheckpointInfo:
 def inspect(path: str | os.PathLike) -> CheckpointInfo:
     """Never reads a weight. Raises FileError, FileNotFoundError."""
     with open_checkpoint(path) as checkpoint:
-        shapes, source = checkpoint.shapes, checkpoint.source
-        kind = kind_of(shapes)
-        architecture, prefix, layout, config = None, "", None, {}
-        if kind is TEXT_ENCODER:
-            found = find_text_encoder(shapes, checkpoint.metadata)
-            if found:
-                family, prefix, config = found[0]
-                architecture = family.name
-        elif (match := find_architecture(shapes, metadata=checkpoint.metadata)) is not None:
-            architecture, prefix, config = match.architecture.name, match.prefix, match.config
-            layout = match.layout.name if match.layout else None
-        infos = source.tensors.values()
-        return CheckpointInfo(
-            path=checkpoint.path,
-            kind=kind.name,
-            title=kind.title,
-            architecture=architecture,
-            prefix=prefix,
-            layout=layout,
-            config=config,
-            tensors=len(source),
-            parameters=sum(math.prod(shape) for shape in shapes.values()),
-            nbytes=sum(info.nbytes for info in infos),
-            dtypes=dict(collections.Counter(info.dtype for info in infos)),
-            quantization=describe(source),
-            metadata=dict(source.metadata),
-        )
+        return inspect_source(checkpoint)
+
+
+def inspect_source(checkpoint: Checkpoint) -> CheckpointInfo:
+    """The same of a checkpoint that is open."""
+    shapes, source = checkpoint.shapes, checkpoint.source
+    kind = kind_of(shapes)
+    architecture, prefix, layout, config = None, "", None, {}
+    if kind is TEXT_ENCODER:
+        found = find_text_encoder(shapes, checkpoint.metadata)
+        if found:
+            family, prefix, config = found[0]
+            architecture = family.name
+    elif (match := find_architecture(shapes, metadata=checkpoint.metadata)) is not None:
+        architecture, prefix, config = match.architecture.name, match.prefix, match.config
+        layout = match.layout.name if match.layout else None
+    infos = source.tensors.values()
+    return CheckpointInfo(
+        path=checkpoint.path,
+        kind=kind.name,
+        title=kind.title,
+        architecture=architecture,
+        prefix=prefix,
+        layout=layout,
+        config=config,
+        tensors=len(source),
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        nbytes=sum(info.nbytes for info in infos),
+        dtypes=dict(collections.Counter(info.dtype for info in infos)),
+        quantization=describe(source),
+        metadata=dict(source.metadata),
+    )

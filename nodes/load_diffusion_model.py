@@ -1,7 +1,11 @@
-"""NativeDiTLoadDiffusionModel: a file of models/diffusion_models becomes a MODEL."""
+"""NativeDiTLoadDiffusionModel: a file of models/diffusion_models becomes a MODEL, quantized on the way if wished."""
 
-from ..host import AS_STORED, AUTO, current_host
+import copy
+
+from ..checkpoints.transform import is_format
+from ..host import AS_STORED, AUTO, CARD, current_host
 from ..supported_models import architectures
+from ._choices import PRECISIONS, policy_input
 from .io import io
 
 
@@ -13,13 +17,13 @@ class NativeDiTLoadDiffusionModel(io.ComfyNode):
             node_id="NativeDiTLoadDiffusionModel",
             display_name="Load Diffusion Model (NativeDiT)",
             category="NativeDiT/loaders",
-            description="Loads a diffusion transformer and says clearly what is wrong when a file does not fit. "
-            "ComfyUI's own Load Diffusion Model node loads the same files.",
+            description="Loads a diffusion model, quantizes it on the way if you like, and says clearly what is wrong "
+            "when a file does not fit. ComfyUI's own Load Diffusion Model node loads the same files.",
             inputs=[
                 io.Combo.Input(
                     "file",
-                    options=current_host().list_files("diffusion_models"),
-                    tooltip="A file in models/diffusion_models.",
+                    options=_files(),
+                    tooltip="A file in models/diffusion_models, or the diffusion model in one of models/checkpoints.",
                 ),
                 io.Combo.Input(
                     "architecture",
@@ -29,14 +33,29 @@ class NativeDiTLoadDiffusionModel(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "precision",
-                    options=[AS_STORED, "bfloat16", "float16", "float32"],
+                    options=PRECISIONS,
                     default=AS_STORED,
-                    tooltip="Number format of the weights in memory. as stored keeps the file's own.",
+                    tooltip="Format of the weights in memory. as stored keeps the file's own; the formats from "
+                    "int8_convrot on quantize an unquantized file while it is loaded.",
                 ),
+                policy_input(optional=True),
             ],
             outputs=[io.Model.Output(tooltip="The model, for KSampler, LoRA loaders and every other MODEL node.")],
         )
 
     @classmethod
-    def execute(cls, file, architecture=AUTO, precision=AS_STORED):
-        return io.NodeOutput(current_host().load_diffusion_model(file, architecture=architecture, precision=precision))
+    def fingerprint_inputs(cls, file=None, precision=AS_STORED, policy=CARD, **_):
+        return current_host().fingerprint("diffusion_models", file or "", policy if is_format(precision) else CARD)
+
+    @classmethod
+    def execute(cls, file, architecture=AUTO, precision=AS_STORED, policy=CARD):
+        return io.NodeOutput(
+            current_host().load_diffusion_model(file, architecture=architecture, precision=precision, policy=policy)
+        )
+
+
+def _files():
+    """A list of the host's own kind, which may know more about its files than their names."""
+    files = copy.copy(current_host().list_files("diffusion_models"))
+    files.extend(f"checkpoints/{name}" for name in current_host().list_files("checkpoints"))
+    return files

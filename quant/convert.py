@@ -223,7 +223,9 @@ def assemble(source, destination, found: QuantizedFile, layers, decisions, devic
             _add_quantized(assembly, source, decision, layer, device, records)
         elif layer is not None:
             add_canonical(assembly, source, layer)
-        elif source.info(key).dtype.startswith("F8") and len(source.info(key).shape) < 2:
+        elif source.info(key).dtype.startswith("F8_E") and (
+            len(source.info(key).shape) < 2 or not key.endswith(".weight")
+        ):
             # A plain float8 cast of a bias, a norm or a table meets float tensors in plain arithmetic and fails there.
             assembly.cast(key, torch.bfloat16)
         else:
