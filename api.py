@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import supported_models
 from .checkpoints import load as _load
+from .checkpoints import resolve as _resolve
+from .checkpoints.convert import convert
 from .checkpoints.info import CheckpointInfo, inspect
 from .checkpoints.load import LoadedTextEncoder
 from .checkpoints.quantize import quantize
+from .checkpoints.report import ConversionReport
 from .quant.dequantize import dequantize
 from .quant.repair import repair
 from .quant.report import QuantizationReport
@@ -21,15 +25,18 @@ from .supported_models import Architecture
 __all__ = [
     "Architecture",
     "CheckpointInfo",
+    "ConversionReport",
     "LoadedTextEncoder",
     "QuantizationReport",
     "architectures",
+    "convert",
     "dequantize",
     "inspect",
     "load_diffusion_model",
     "load_text_encoder",
     "quantize",
     "repair",
+    "resolve",
 ]
 
 
@@ -67,3 +74,24 @@ def load_text_encoder(
     """A text encoder with its tokenizer. family: "qwen3_vl", ..., None = recognise; tokenizer: its folder or file,
     None = in the checkpoint or beside it. Raises as ``load_diffusion_model``."""
     return _load.load_text_encoder(path, family=family, config=config, dtype=dtype, device=device, tokenizer=tokenizer)
+
+
+def resolve(
+    name: str | os.PathLike,
+    *,
+    models_dir: str | os.PathLike,
+    folder: str | None = None,
+    override: str | os.PathLike | None = None,
+    extra_paths: str | os.PathLike | None = None,
+    download: bool = False,
+) -> Path:
+    """The file that a name means: a path, a file under ComfyUI's ``models_dir``, or the best variant of a model or of
+    an architecture (int8 ConvRot before float8 before bfloat16).
+
+    folder: ComfyUI's name of the kind, None = all; override: a path that wins; extra_paths: a YAML file, None =
+    extra_model_paths.yaml beside models/; download: get it when it isn't there. Raises FileError (none, or several:
+    where was looked), FileNotFoundError (no such folder).
+    """
+    return _resolve.resolve(
+        name, models_dir=models_dir, folder=folder, override=override, extra_paths=extra_paths, download=download
+    ).path

@@ -21,6 +21,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "quantize": ("quantize a model file for ComfyUI", ".cli_quantize:Quantize"),
     "dequantize": ("undo the quantization of a file", ".cli_quantize:Dequantize"),
     "repair": ("write a quantized file in the form that ComfyUI loads", ".cli_quantize:Repair"),
+    "compare": ("compare two implementations stage by stage", ".cli_compare:Compare"),
+    "convert": ("write a model in ComfyUI's or in diffusers' layout", ".cli_files:Convert"),
+    "resolve": ("find the file that a name means, or those of a workflow", ".cli_files:Resolve"),
+    "lora": ("rename a LoRA's layers for ComfyUI or diffusers, or bake it in", ".cli_files:Lora"),
     "run": ("run a workflow exported from ComfyUI", ".engine.command:Run"),
 }
 

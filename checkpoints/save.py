@@ -38,6 +38,13 @@ def write_file(
     _write(destination, parts, lambda: _metadata(moves, metadata), _meter(parts, progress))
 
 
+def write_assembly(
+    destination: str | os.PathLike, assembly: Assembly, metadata: Mapping[str, str], meter: Meter
+) -> None:
+    """One safetensors file of what is put together already. Raises OutputError."""
+    _write(destination, [assembly], lambda: dict(metadata), meter)
+
+
 def write_folder(
     destination: str | os.PathLike,
     move: Move,

@@ -9,7 +9,7 @@ from ._registry import (
     get_architecture,
     header_config,
 )
-from ._two_way import Run, Target, TwoWayMap
+from ._two_way import Rule, Run, Target, TwoWayMap
 
 __all__ = [
     "PREFIXES",
@@ -18,6 +18,7 @@ __all__ = [
     "KeyMap",
     "Match",
     "Part",
+    "Rule",
     "Run",
     "Sampling",
     "Shapes",

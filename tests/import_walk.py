@@ -27,10 +27,15 @@ COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_ver
 COMFYUI |= {"folder_paths", "server", "nodes", "execution"}
 BASE = {"torch", "safetensors", "numpy", "comfy_kitchen"}
 # Present in ComfyUI or named in an extra, but slow or optional: only inside the function that needs them.
-LAZY = {"text_encoders": {"tokenizers", "sentencepiece", "ftfy"}, "engine": {"diffusers", "transformers", "torchsde"}}
+LAZY = {
+    "text_encoders": {"tokenizers", "sentencepiece", "ftfy"},
+    "checkpoints": {"huggingface_hub", "yaml"},
+    "engine": {"diffusers", "transformers", "torchsde"},
+}
 THIRD_PARTY = {
     **{part: BASE for parts in LAYERS[:5] for part in parts},
     "text_encoders": BASE | LAZY["text_encoders"],
+    "checkpoints": BASE | LAZY["checkpoints"],
     "nodes": BASE,
     "bridge": BASE | COMFYUI | {"PIL"},
     "engine": BASE | LAZY["engine"] | {"PIL", "tqdm"},

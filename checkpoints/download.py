@@ -1,0 +1,98 @@
+"""Getting a file from Hugging Face into ComfyUI's folders: resumed where it stopped, checked, never twice."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ..files.errors import FileError, OutputError
+
+_ADDRESS = re.compile(r"^https://huggingface\.co/([^/]+/[^/]+)/resolve/([^/]+)/(.+?)(?:\?.*)?$")
+# Partial files wait here, on the same disk as the models, until the next try.
+WAITING = ".nativedit-download"
+_SHA256 = re.compile(r"^[0-9a-f]{64}$")
+
+
+def fetch(
+    url: str,
+    destination: Path,
+    *,
+    endpoint: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Downloads ``url`` to ``destination`` unless it is there; returns ``destination``.
+
+    endpoint: another address of the hub (tests, mirrors); None = huggingface_hub's own. progress: (done, in all) while
+    the checksum is computed. Raises FileError: no such address, no network, a wrong checksum; OutputError: a full disk;
+    ImportError: huggingface_hub is not installed.
+    """
+    if destination.exists():
+        return destination
+    found = _ADDRESS.match(url)
+    if found is None:
+        raise FileError(url, "is no address of a file on Hugging Face; download it by hand")
+    repository, revision, name = found.groups()
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ImportError("downloading needs the package huggingface_hub: pip install huggingface_hub") from None
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    waiting = destination.parent / WAITING
+    address = huggingface_hub.hf_hub_url(repository, name, revision=revision, endpoint=endpoint)
+    try:
+        metadata = huggingface_hub.get_hf_file_metadata(address)
+        got = Path(
+            huggingface_hub.hf_hub_download(
+                repository, name, revision=revision, local_dir=waiting, endpoint=endpoint, etag_timeout=30
+            )
+        )
+    except OSError as error:
+        raise _explained(url, destination, error) from error
+    except ValueError as error:
+        raise FileError(url, f"can't be downloaded: {_first_line(error)}") from error
+    except Exception as error:
+        # Which class a failed connection raises depends on the HTTP library that huggingface_hub uses.
+        if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "requests", "urllib3"):
+            raise
+        raise FileError(url, f"no connection: {_first_line(error)}; nothing was changed, try again later") from error
+    _check(got, metadata, url, progress)
+    os.replace(got, destination)
+    shutil.rmtree(waiting, ignore_errors=True)
+    return destination
+
+
+def _check(got: Path, metadata, url: str, progress: Callable[[int, int], None] | None) -> None:
+    """Large files are named by their SHA-256 on the hub. A file that differs is removed. Raises FileError."""
+    wanted, size = metadata.etag or "", got.stat().st_size
+    if metadata.size is not None and size != metadata.size:
+        got.unlink()
+        raise FileError(url, f"came as {size:,} bytes, expected were {metadata.size:,}; try again")
+    if not _SHA256.match(wanted):
+        return
+    digest, done = hashlib.sha256(), 0
+    with open(got, "rb") as file:
+        while block := file.read(8 << 20):
+            digest.update(block)
+            done += len(block)
+            if progress is not None:
+                progress(done, size)
+    if digest.hexdigest() != wanted:
+        got.unlink()
+        raise FileError(url, "came with a wrong checksum and was removed: a damaged download; try again")
+
+
+def _explained(url: str, destination: Path, error: OSError) -> FileError:
+    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
+        return OutputError(destination, "the disk is full; free some space, the download goes on where it stopped")
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return OutputError(destination, "no permission to write here")
+    return FileError(url, f"can't be downloaded: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
