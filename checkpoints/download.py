@@ -6,8 +6,8 @@ import errno
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..files.errors import FileError, OutputError
@@ -39,31 +39,44 @@ def fetch(
     repository, revision, name = found.groups()
     try:
         import huggingface_hub
+        from huggingface_hub.file_download import http_get
     except ImportError:
         raise ImportError("downloading needs the package huggingface_hub: pip install huggingface_hub") from None
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    waiting = destination.parent / WAITING
     address = huggingface_hub.hf_hub_url(repository, name, revision=revision, endpoint=endpoint)
     try:
         metadata = huggingface_hub.get_hf_file_metadata(address)
-        got = Path(
-            huggingface_hub.hf_hub_download(
-                repository, name, revision=revision, local_dir=waiting, endpoint=endpoint, etag_timeout=30
-            )
-        )
+        # The library itself no longer goes on where an earlier process stopped; its http_get does.
+        partial = _partial(destination, metadata.etag)
+        with open(partial, "ab") as file:
+            have = file.tell()
+            if metadata.size is None or have < metadata.size:
+                headers = huggingface_hub.utils.build_hf_headers()
+                http_get(address, file, resume_size=have, headers=headers, expected_size=metadata.size)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise _explained(url, destination, error) from error
     except ValueError as error:
         raise FileError(url, f"can't be downloaded: {_first_line(error)}") from error
     except Exception as error:
         # Which class a failed connection raises depends on the HTTP library that huggingface_hub uses.
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "requests", "urllib3"):
+        if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
             raise
-        raise FileError(url, f"no connection: {_first_line(error)}; nothing was changed, try again later") from error
-    _check(got, metadata, url, progress)
-    os.replace(got, destination)
-    shutil.rmtree(waiting, ignore_errors=True)
+        problem = f"no connection: {_first_line(error)}; try again later, it goes on where it stopped"
+        raise FileError(url, problem) from error
+    _check(partial, metadata, url, progress)
+    os.replace(partial, destination)
+    with suppress(OSError):  # another download may be waiting in it
+        partial.parent.rmdir()
     return destination
+
+
+def _partial(destination: Path, etag: str | None) -> Path:
+    """Where the bytes wait; another version of the file has another name."""
+    waiting = destination.parent / WAITING
+    waiting.mkdir(parents=True, exist_ok=True)
+    version = hashlib.sha256((etag or "").encode()).hexdigest()[:16]
+    return waiting / f"{destination.name}.{version}.incomplete"
 
 
 def _check(got: Path, metadata, url: str, progress: Callable[[int, int], None] | None) -> None:
