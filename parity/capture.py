@@ -103,13 +103,13 @@ class _Watch(TorchFunctionMode):
 def may_attend(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal: bool = False) -> torch.Tensor:
     """bool [B, 1, L_q, L_k] (B and head may be 1 or more), True = attends: the same for boolean, additive and no masks.
 
-    An additive value counts as masking when it is below -1e4: float16's lowest is -65504.
+    An additive value of -5000 and less masks: models add -10000, float16's lowest, or minus infinity.
     """
     allowed = torch.ones(1, 1, query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
     if causal:
         allowed = allowed.tril()
     if mask is not None:
-        allowed = allowed & (mask if mask.dtype == torch.bool else mask > -1e4)
+        allowed = allowed & (mask if mask.dtype == torch.bool else mask > -5000)
     return allowed
 
 

@@ -89,7 +89,8 @@ class Port:
     none to import. run_ours(module, inputs), run_reference(module, inputs): one forward pass on inputs under the
     reference's names, returning the output. tiny: card -> constructor arguments of a random model. inputs(config,
     generator): inputs for a model so built. complete(config): arguments that ours works out and the reference wants
-    spelled out. recorded: stage -> how a fixture holds it. fixtures: what fixtures call the architecture.
+    spelled out. recorded: stage -> how a fixture holds it. fixtures: what fixtures call the architecture. pipelines:
+    card -> what surrounds the network. latent, time: the names of those two inputs.
     """
 
     reference: str | None
@@ -102,6 +103,8 @@ class Port:
     recorded: Mapping[str, Recorded] = field(default_factory=dict)
     fixtures: tuple[str, ...] = ()
     pipelines: Mapping[str, ReferencePipeline] = field(default_factory=dict)
+    latent: str = "hidden_states"
+    time: str = "timestep"
 
     def stages_of(self, module: torch.nn.Module) -> list[Stage]:
         """The stages that this module of ours has, one per block."""

@@ -15,12 +15,14 @@ from .capture import record
 from .measure import cosine, max_abs_error, non_finite, relative_error
 from .port import Inputs, Port, Stage
 
-__all__ = ["FLOOR", "PLAIN", "StageResult", "compare_with_ours", "compare_with_recording", "compare_with_reference"]
+__all__ = ["StageResult", "compare_with_ours", "compare_with_recording", "compare_with_reference"]
 
 # Two correct float32 implementations are about 1e-6 apart.
 FLOOR = 2e-6
 # What is allowed where rounding can't be measured.
 PLAIN = 1e-5
+# The same for dtypes of two or three digits.
+LOW_PRECISION = 0.1
 # Rounding is measured by running the reference in a wider dtype beside; above so many weights that is left out.
 MEASURED = 100_000_000
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -66,13 +68,13 @@ def compare_with_reference(
     mine = record(ours, {stage.name: stage.ours for stage in stages}, lambda: port.run_ours(ours, given))
     taps = {stage.name: stage.reference or stage.ours for stage in stages}
     theirs = record(reference, taps, lambda: port.run_reference(reference, given))
-    allowed = {}
+    allowed = {} if dtype == torch.float32 else dict.fromkeys(taps, LOW_PRECISION)
     if sum(parameter.numel() for parameter in reference.parameters()) <= MEASURED:
         wide = torch.nn.Module.to(copy.deepcopy(reference), _WIDER[dtype])
         exact = {k: v.to(_WIDER[dtype]) if v.is_floating_point() else v for k, v in given.items()}
         wider = record(wide, taps, lambda: port.run_reference(wide, exact))
         noise = {name: _error(theirs[name], wider[name]) for name in theirs if name in wider}
-        allowed = {name: max(FLOOR, 3 * value) for name, value in noise.items() if math.isfinite(value)}
+        allowed |= {name: max(FLOOR, 3 * value) for name, value in noise.items() if math.isfinite(value)}
     return _results(stages, mine, theirs, inputs, allowed)
 
 
@@ -89,7 +91,8 @@ def compare_with_ours(
     stages = _chosen(port.stages_of(ours), only)
     given, taps = cast(inputs, dtype), {stage.name: stage.ours for stage in stages}
     results = [record(module, taps, lambda module=module: port.run_ours(module, given)) for module in (ours, other)]
-    return _results(stages, *results, inputs, {})
+    limit = PLAIN if dtype == torch.float32 else LOW_PRECISION
+    return _results(stages, *results, inputs, {stage.name: limit for stage in stages})
 
 
 def compare_with_recording(
@@ -147,7 +150,8 @@ def _row(name: str, value: torch.Tensor, other: torch.Tensor, allowed: float) ->
         problem = f"shape {list(value.shape)}, the other {list(other.shape)}"
     elif value.is_floating_point():
         both = value.isfinite() & other.isfinite()
-        if not torch.equal(value.isfinite(), other.isfinite()):
+        # In float16 rounding decides what overflows at the very edge.
+        if float((value.isfinite() != other.isfinite()).float().mean()) > allowed:
             problem = "not finite in different places"
     measured = both is not None or not problem
     if both is not None and not bool(both.all()):

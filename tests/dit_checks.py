@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from support import Golden, rel_err
 
+from nativedit.parity.build import build_ours, cast, randomise
+from nativedit.parity.capture import Tap, record
+
 Inputs = Mapping[str, torch.Tensor]
 
 FLOOR = 2e-6
@@ -34,19 +37,12 @@ class Port:
     reshape: Mapping[str, Callable[[Any], torch.Tensor]] = field(default_factory=dict)
 
     def build(self, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], dtype=torch.float32):
-        module = self.ours(**config, device="meta", dtype=dtype)
-        module.load_state_dict({key: value.to(dtype) for key, value in weights.items()}, strict=True, assign=True)
-        return module.requires_grad_(False).eval()
+        return build_ours(self.ours, config, weights, dtype)
 
     def build_reference(self, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], dtype=torch.float32):
         module = self.reference(**config)
         module.load_state_dict(weights, strict=True)
         return module.to(dtype).requires_grad_(False).eval()
-
-
-def cast(inputs: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Inputs as a host hands them over in ``dtype``; the timestep stays float32."""
-    return {k: v.to(dtype) if v.is_floating_point() and k != "timestep" else v for k, v in inputs.items()}
 
 
 def bound(noise: float | None) -> float:
@@ -74,17 +70,15 @@ def check_golden(port: Port, golden: Golden) -> None:
 
 def check_stages(port: Port, golden: Golden) -> None:
     """Every recorded stage that is the output of one of our submodules."""
-    captured: dict[str, Any] = {}
     module = port.build(golden.config, golden.weights)
-    for stage, name in port.stages.items():
-        if "stages." + stage in golden.io:
-            module.get_submodule(name).register_forward_hook(
-                lambda _module, _args, out, stage=stage: captured.__setitem__(stage, out)
-            )
-    port.run_ours(module, golden.group("inputs"))
+    taps = {
+        stage: Tap(name, pick=port.reshape.get(stage))
+        for stage, name in port.stages.items()
+        if "stages." + stage in golden.io
+    }
+    captured = record(module, taps, lambda: port.run_ours(module, golden.group("inputs")))
     assert captured, "the fixture records none of the stages this test knows"
     for stage, value in captured.items():
-        value = port.reshape.get(stage, lambda out: out)(value)
         assert rel_err(value, golden.io["stages." + stage]) <= STAGE, stage
 
 
@@ -117,16 +111,6 @@ def check_random(port: Port, config: Mapping[str, Any], inputs: Inputs, seed: in
         )
     ours = port.run_ours(port.build(config, weights), inputs)
     assert rel_err(ours, expected) <= bound(rel_err(expected, exact))
-
-
-def randomise(module: torch.nn.Module) -> None:
-    """Weights that let every part act: references start gates and norms at 0 or 1, which would hide mistakes."""
-    for name, parameter in module.named_parameters():
-        fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1
-        with torch.no_grad():
-            parameter.normal_(0.0, 0.7 * fan_in**-0.5 if parameter.ndim > 1 else 0.2)
-            if parameter.ndim == 1 and name.endswith("weight"):
-                parameter.add_(1.0)
 
 
 def check_compiles(port: Port, golden: Golden) -> None:

@@ -1,4 +1,4 @@
-"""Copies of our models with one mistake each, the mistakes that ports really have, and the first stage each shows at."""
+"""Copies of our models with one mistake each, such as ports really have, and the first stage that shows it."""
 
 from __future__ import annotations
 

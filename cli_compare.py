@@ -1,0 +1,86 @@
+"""The command line of `parity`: compare."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+class Compare:
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.epilog = (
+            "A or B may be an architecture (a tiny model with random weights), a checkpoint, or a folder with a "
+            "recording. Without B, A is held against the published class. Exit code 1: the network differs. "
+            "A schedule that differs is reported apart."
+        )
+        parser.add_argument("first", metavar="A", help="ours: an architecture, a checkpoint or a recording's folder")
+        parser.add_argument("second", metavar="B", nargs="?", help="what it is held against")
+        parser.add_argument(
+            "--stages", nargs="+", default=[], metavar="GLOB", help="these stages only, such as 'blocks.0.*'"
+        )
+        parser.add_argument("--dtype", default="float32", help="compute in float32 (default), bfloat16 or float16")
+        parser.add_argument("--seed", type=int, default=0, help="of random weights and inputs")
+        parser.add_argument("--sigmas", help="also sample, with these: 1,0.75,0.5,0 or a safetensors file")
+        parser.add_argument("--noise", metavar="FILE", help="also sample, from the noise in this safetensors file")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> int:
+        import torch
+
+        from .parity.compare import compare
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # sums of several threads differ in the last digits from run to run
+        try:
+            report = compare(
+                args.first,
+                args.second,
+                stages=args.stages,
+                dtype=args.dtype,
+                seed=args.seed,
+                noise=None if args.noise is None else _one_tensor(args.noise),
+                sigmas=None if args.sigmas is None else _sigmas(args.sigmas),
+                card_sigmas=_card_sigmas,
+            )
+        finally:
+            torch.set_num_threads(threads)
+        print(report.json() if args.json else report.text())
+        return int(report.network_differs)
+
+
+def _card_sigmas(card, steps: int, latent_height: int, latent_width: int) -> list[float]:
+    """What the engine samples at, with the card's own schedule, shift and sampler."""
+    from dataclasses import replace
+
+    from .engine.flow import FlowSampling
+    from .engine.schedules import sigmas_for
+
+    published = card.sampling.sigmas_for(steps)
+    if published is not None:
+        return published
+    flow = FlowSampling.of_card(card.sampling)
+    flow = replace(flow, shift=card.sampling.shift_for(latent_height, latent_width))
+    return sigmas_for(flow, card.defaults.scheduler, steps, sampler=card.defaults.sampler).tolist()
+
+
+def _sigmas(text: str) -> list[float]:
+    if text.endswith(".safetensors"):
+        return _one_tensor(text).flatten().tolist()
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--sigmas takes numbers with commas between, or a safetensors file, not {text!r}") from None
+
+
+def _one_tensor(path: str):
+    """The only tensor of a file. Raises FileError."""
+    from .files.errors import FileError
+    from .files.source import open_source
+
+    with open_source(Path(path)) as source:
+        names = list(source)
+        if len(names) != 1:
+            raise FileError(path, f"holds {len(names)} tensors ({', '.join(names[:5])}); one is wanted")
+        return source.read(names[0])
