@@ -125,12 +125,12 @@ def check_registering_is_fast_and_imports_no_model():
     for owner, name in HOOKED:
         foreign_wrapper(owner, name)
     STATE["routes"] = routes()
-    before, start = set(sys.modules), time.perf_counter()
+    before, start = set(sys.modules), time.process_time()
     STATE["pack"] = load_pack(PACK)
     STATE["nodes"] = node_list(STATE["pack"])
     for node in STATE["nodes"]:
         node.GET_SCHEMA()
-    STATE["seconds"] = time.perf_counter() - start
+    STATE["seconds"] = time.process_time() - start
     new = set(sys.modules) - before
     heavy = {name.split(".")[0] for name in new} & {
         "diffusers",
@@ -140,11 +140,11 @@ def check_registering_is_fast_and_imports_no_model():
         "einops",
     }
     assert not heavy, heavy
-    models = [name for name in new if ".ldm." in name.replace(str(PACK), "") and ".ldm.layers" not in name]
-    models += [name for name in new if name.endswith((".language_model", ".engine"))]
+    models = [name for name in new if name.endswith((".model", ".language_model", ".kl", ".dc_ae", ".engine"))]
     assert not models, models
     assert "diffusers" not in sys.modules
-    assert STATE["seconds"] < 1.0, STATE["seconds"]  # 0.3 s on an idle machine: see benchmarks/
+    # Of the processor, compiling included; benchmarks/comfyui_startup.py measures what a user waits for.
+    assert STATE["seconds"] < 0.6, STATE["seconds"]
 
 
 def routes():
