@@ -55,7 +55,7 @@ def _detect(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             report_unknown_format(state_dict, prefix)
         return original(*args, **kwargs)
     core = _core_verdict(original, *args, **kwargs)
-    if core is not None:
+    if core is not None and core.get("image_model", "") != match.architecture.core_mistake:
         log.info("NativeDiT: this ComfyUI has %s itself and loads it", match.architecture.title)
         return core
     problem = unknown_format(state_dict, prefix)

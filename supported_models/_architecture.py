@@ -6,7 +6,7 @@ import importlib
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ._two_way import TwoWayMap
@@ -54,6 +54,10 @@ class Sampling:
     sigma = shift * t / (1 + (shift - 1) * t).
     sigmas: dotted path of f(steps) -> the publisher's sigmas, the last one 0, for models distilled to a schedule of
     their own.
+    guidance: the publisher's guidance scale for a model that is told it instead of being run twice; the module's
+    ``forward`` takes it as ``guidance``, times its ``guidance_embeds_scale``.
+    times: dotted path of f(steps) -> the publisher's times before the shift, from 1 on and without the last 0, where no
+    schedule that every sampler has gives the same numbers.
     """
 
     prediction: str = "velocity"
@@ -64,10 +68,19 @@ class Sampling:
     shift_of_latent: str | None = None
     timestep_before_shift: bool = False
     sigmas: str | None = None
+    times: str | None = None
+    guidance: float | None = None
 
     def sigmas_for(self, steps: int) -> list[float] | None:
         """The publisher's own schedule of so many steps; None: the shift says it all."""
         return None if self.sigmas is None else import_dotted(self.sigmas)(steps)
+
+    def published_schedule(self, steps: int, shift: float) -> list[float] | None:
+        """``steps`` + 1 sigmas, the last one 0, exactly as the publisher's program has them; None: an ordinary schedule
+        (the card's default) has them too."""
+        if self.times is None:
+            return self.sigmas_for(steps)
+        return [shift * time / (1 + (shift - 1) * time) for time in import_dotted(self.times)(steps)] + [0.0]
 
     def shift_for(self, latent_height: int, latent_width: int) -> float:
         """The time shift for a latent of this size."""
@@ -79,22 +92,25 @@ class Sampling:
 @dataclass(frozen=True)
 class Part:
     """A weight of ours inside a tensor of another layout: the ``index``-th of ``count`` equal parts along the first
-    dimension, its two halves the other way round if ``swapped``."""
+    dimension, its two halves the other way round if ``swapped``, its last two dimensions exchanged if ``transposed``."""
 
     name: str
     index: int = 0
     count: int = 1
     swapped: bool = False
+    transposed: bool = False
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        shape = tuple(shape)
-        return (shape[0] // self.count, *shape[1:]) if self.count > 1 else shape
+        shape = (shape[0] // self.count, *shape[1:]) if self.count > 1 else tuple(shape)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def take(self, tensor: Any) -> Any:
-        """The part, in memory of its own."""
+        """The part, in memory of its own where it is less than the whole."""
         if self.count > 1:
             rows = tensor.shape[0] // self.count
             tensor = tensor[self.index * rows : (self.index + 1) * rows].clone()
+        if self.transposed:
+            tensor = tensor.transpose(-1, -2)
         return tensor.roll(tensor.shape[0] // 2, 0) if self.swapped else tensor
 
 
@@ -105,8 +121,9 @@ class KeyMap:
     ``marker`` is a key that only this layout has (without prefix); ``prefixes`` are those it is published with.
     ``fused``: keys, after the rules, whose tensor holds several of our weights in equal parts along the first
     dimension, and what each part is called (replacements, first match wins). ``swapped``: our keys whose two halves
-    along the first dimension are the other way round. ``ignored``: their keys that hold nothing of ours (tables
-    computed anew, training's leftovers); ``config_from_shapes`` still sees them.
+    along the first dimension are the other way round; ``transposed``: those whose last two dimensions are exchanged.
+    ``ignored``: their keys that hold nothing of ours (tables computed anew, training's leftovers);
+    ``config_from_shapes`` still sees them.
     """
 
     name: str
@@ -115,6 +132,7 @@ class KeyMap:
     prefixes: tuple[str, ...] = ("",)
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     swapped: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
     def rename(self, key: str) -> str:
@@ -132,8 +150,8 @@ class KeyMap:
         for pattern, replacements in self.fused:
             if re.search(pattern, renamed):
                 names = [re.sub(pattern, replacement, renamed, count=1) for replacement in replacements]
-                return tuple(Part(name, i, len(names), self._swaps(name)) for i, name in enumerate(names))
-        return (Part(renamed, swapped=self._swaps(renamed)),)
+                return tuple(self._part(name, i, len(names)) for i, name in enumerate(names))
+        return (self._part(renamed),)
 
     def shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
         """Our keys and shapes of a file in this layout, and what it ignores under its own keys."""
@@ -143,8 +161,11 @@ class KeyMap:
     def _ignores(self, key: str) -> bool:
         return any(re.search(pattern, key) for pattern in self.ignored)
 
-    def _swaps(self, name: str) -> bool:
-        return any(re.search(pattern, name) for pattern in self.swapped)
+    def _part(self, name: str, index: int = 0, count: int = 1) -> Part:
+        swapped, transposed = (
+            any(re.search(pattern, name) for pattern in patterns) for patterns in (self.swapped, self.transposed)
+        )
+        return Part(name, index, count, swapped, transposed)
 
 
 @dataclass(frozen=True)
@@ -201,9 +222,16 @@ class Architecture:
     text_encoders: tuple[str, ...] = ()
     autoencoder: str | None = None
     prompt: Prompt | None = None
+    # what the module is told besides, by the names of its ``forward``: pairs of whole numbers, height or top first
+    conditions: tuple[str, ...] = ()
+    # the image_model that ComfyUI's core takes such files for without having the architecture; any other that it names
+    # means that it has
+    core_mistake: str | None = None
     # which precisions are safe, best first; which parameters stay in float32 (regular expressions)
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     keep_float32: tuple[str, ...] = ()
+    # the sampling of variants that only the constructor arguments tell (f(arguments) -> Sampling); None: ``sampling``
+    sampling_of_config: Callable[[Mapping[str, Any]], Sampling] | None = None
     # the publisher's settings for variants that shapes can't tell: word in the file's or repository's name -> settings,
     # asked in this order
     variants: Mapping[str, Defaults] = field(default_factory=dict)
@@ -248,6 +276,12 @@ class Architecture:
         except Exception as error:  # one card that raises would stop every model from loading inside ComfyUI
             log.warning("NativeDiT: the detection of %s failed on this file and is skipped: %r", self.name, error)
         return None
+
+    def of_config(self, config: Mapping[str, Any]) -> Architecture:
+        """This card with the sampling of the variant that has these constructor arguments."""
+        if self.sampling_of_config is None:
+            return self
+        return replace(self, sampling=self.sampling_of_config(config))
 
     def defaults_for(self, name: str | None = None) -> Defaults | None:
         """The publisher's settings for a file or repository called so; its variant shows in the name alone."""
