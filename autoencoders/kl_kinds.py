@@ -51,7 +51,18 @@ def original_layout(shapes: Shapes) -> Callable[[str], str]:
     return rename
 
 
+# What diffusers called the attention's layers before 2023.
+_OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+
+
+def old_layout(shapes: Shapes) -> Callable[[str], str]:
+    """From the names of 2022 to today's."""
+    pattern = re.compile(rf"\.attentions\.0\.({'|'.join(_OLD_ATTENTION)})\.")
+    return lambda key: pattern.sub(lambda match: f".attentions.0.{_OLD_ATTENTION[match[1]]}.", key)
+
+
 ORIGINAL = Layout("original", marker="encoder.down.0.block.0.conv1.weight", renamer=original_layout)
+OLD = Layout("diffusers of 2022", marker="encoder.mid_block.attentions.0.query.weight", renamer=old_layout)
 
 
 def kl_config(shapes: Shapes, prefix: str = "") -> Config | None:
@@ -61,6 +72,8 @@ def kl_config(shapes: Shapes, prefix: str = "") -> Config | None:
     conv_in, conv_out = shapes[prefix + "encoder.conv_in.weight"], shapes[prefix + "encoder.conv_out.weight"]
     if len(conv_in) != 4 or conv_out[0] % 2 or prefix + "bn.running_mean" in shapes:
         return None  # video autoencoders; deterministic ones; FLUX.2's
+    if prefix + OLD.marker in shapes:
+        return None  # the attention is there, under other names
     levels = _count(shapes, prefix + "encoder.down_blocks.{}.resnets.0.conv1.weight")
     return {
         "in_channels": conv_in[1],
@@ -113,7 +126,7 @@ AUTOENCODERS = (
         compression=8,
         latent_channels=16,
         latent_format="flux",
-        layouts=(ORIGINAL,),
+        layouts=(ORIGINAL, OLD),
     ),
     Autoencoder(
         name="kl_cogview4",
@@ -123,7 +136,7 @@ AUTOENCODERS = (
         compression=8,
         latent_channels=16,
         latent_format="cogview4",
-        layouts=(ORIGINAL,),
+        layouts=(ORIGINAL, OLD),
         # The published configuration asks for float32 (force_upcast).
         dtypes=("float32", "bfloat16"),
     ),

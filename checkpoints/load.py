@@ -124,7 +124,9 @@ def _tokenizer(source: Source, prefix: str, module: torch.nn.Module, given: str 
             raise FileError(os.fspath(given), "holds no tokenizer.json, tokenizer.model or spiece.model")
     else:
         tensors = {key: source.read(key) for key in source if key.rpartition(".")[2] in TOKENIZER_KEYS}
-        tokenizer = Tokenizer.find(tensors, source.path, prefix)
+        # Beside the weights' prefix, or, as ComfyUI's own files have it, at the top.
+        inside = Tokenizer.from_state_dict(tensors, source.path, prefix)
+        tokenizer = inside or Tokenizer.find(tensors, source.path)
     tokenizer.check_vocabulary(module.config.vocab_size, source.path)
     return tokenizer
 

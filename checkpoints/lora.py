@@ -187,9 +187,10 @@ def _to_theirs(path, place, adapter, rule, theirs, sizes, result, report) -> Non
         result[theirs[0]] = _swapped(adapter) if rule.swapped else adapter
         report.renamed += 1
         return
+    _refuse_uncuttable(path, place.ours, adapter)
     start = 0
     for name, size in zip(theirs, sizes.of(path, place.ours, adapter), strict=True):
-        result[name] = _slice(path, place.ours, adapter, start, start + size)
+        result[name] = _slice(adapter, start, start + size)
         start += size
     report.split += 1
 
@@ -240,17 +241,21 @@ class _Sizes:
         raise FileError(path, f"does not tell how wide {ours!r} is; name a checkpoint of the model with --model")
 
 
-def _slice(path: str, ours: str, adapter: Adapter, start: int, stop: int) -> Adapter:
-    """The adapter of some of a layer's rows. Raises FileError for kinds that can't be cut."""
+def _refuse_uncuttable(path: str, ours: str, adapter: Adapter) -> None:
+    """Raises FileError for kinds of adapters that no rows can be taken of."""
     strange = [word for word in adapter.tensors if word not in (*_ROWS, *_SHARED)]
-    rows = adapter.rows
     dora = adapter.tensors.get("dora_scale")
-    if strange or (dora is not None and dora.shape[0] != rows):
-        what = strange[0] if strange else "dora_scale over the input"
-        raise FileError(
-            path,
-            f"layer {ours!r} has a {what}, which can't be cut exactly; bake the LoRA into the model instead (--into)",
+    if dora is not None and dora.shape[0] != adapter.rows:
+        strange.append("dora_scale over the input")
+    if strange:
+        problem = (
+            f"layer {ours!r} has a {strange[0]}, which can't be cut exactly; bake the LoRA into the model (--into)"
         )
+        raise FileError(path, problem)
+
+
+def _slice(adapter: Adapter, start: int, stop: int) -> Adapter:
+    """The adapter of some of a layer's rows."""
     tensors = {
         word: tensor[start:stop].clone() if word in _ROWS else tensor for word, tensor in adapter.tensors.items()
     }

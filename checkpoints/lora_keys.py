@@ -114,10 +114,12 @@ class Names:
         return None
 
 
-@functools.cache
 def names_of(card: Architecture) -> Names | None:
     """None for an architecture whose layers have one name everywhere."""
-    return None if card.two_way is None else Names(card.two_way)
+    return None if card.two_way is None else _names(card.two_way)
+
+
+_names = functools.cache(Names)
 
 
 def find_card(starts: Iterable[str]) -> tuple[Architecture | None, int]:

@@ -61,7 +61,9 @@ class Move:
         chosen = self.targets if targets is None else targets
         for target in chosen:
             stored = [layers.get(run.key) for run in target.runs]
-            if not any(stored):
+            if target.transposed:
+                _add_transposed(assembly, self.checkpoint, target, prefix + target.name, any(stored))
+            elif not any(stored):
                 _add_plain(assembly, self.checkpoint, target, prefix + target.name)
             elif not all(stored):
                 plain = next(run.key for run, layer in zip(target.runs, stored, strict=True) if layer is None)
@@ -179,6 +181,33 @@ def _add_plain(assembly: Assembly, checkpoint: Checkpoint, target: Target, name:
             offset += end - first
 
     assembly.computed([(name, dtypes.pop(), target.shape)], step, size)
+
+
+def _add_transposed(assembly: Assembly, checkpoint: Checkpoint, target: Target, name: str, quantized: bool) -> None:
+    """A matrix, or a bank of them one by one, with rows and columns exchanged."""
+    run, source = target.runs[0], checkpoint.source
+    info = source.info(run.key)
+    if quantized:
+        problem = (
+            f"layer {run.key.removesuffix(_WEIGHT)!r} is quantized along the dimension that would have to change; "
+        )
+        raise FileError(checkpoint.path, problem + "convert the unquantized model and quantize the result")
+    start, stop = (0, info.shape[0]) if run.stop is None else (run.start, run.stop)
+    # A bank is turned matrix by matrix; a matrix has to be turned as a whole.
+    spans = [(row, row + 1) for row in range(start, stop)] if len(info.shape) > 2 else [(start, stop)]
+    row_bytes = info.nbytes // max(info.shape[0], 1)
+
+    def step(writing: Writing) -> Iterator[Task]:
+        for first, end in spans:
+
+            def handle(piece: torch.Tensor, first: int = first) -> None:
+                writing.put(name, piece.transpose(-1, -2).contiguous(), (first - start) * row_bytes)
+
+            yield Task(
+                functools.partial(source.read_rows, run.key, first, end), handle, (end - first) * row_bytes, name
+            )
+
+    assembly.computed([(name, info.dtype, target.shape)], step, (stop - start) * row_bytes)
 
 
 def _putter(writing: Writing, name: str, offset: int) -> Callable[[torch.Tensor], None]:

@@ -20,6 +20,9 @@ from .moves import Move
 from .opened import Checkpoint
 from .stored_config import is_config
 
+# Widths of the encoders that ComfyUI loads for its own models with a tokenizer of its own. Ours is not packed into
+# those: a file with one is taken for an encoder of this pack's models.
+_CORE_HAS_TOKENIZER = {"qwen3": (1024, 2048, 2560, 4096)}
 # The half of an encoder-decoder that no diffusion model asks.
 _DECODER = re.compile(r"^(?:model\.)?decoder\.")
 _TOKENIZER_FILES = {
@@ -42,7 +45,9 @@ def to_comfy(
     prefix = found[0][1] if found else None
     targets = [Target(_spelled(key, prefix), checkpoint.shapes[key], (Run(key),)) for key in keys]
     constants = {key: checkpoint.source.read(key) for key in checkpoint.source if _is_tokenizer(key)}
-    if found and not constants:
+    if found and not constants and tokenizer is None and _is_cores(found[0]):
+        notes.append("ComfyUI has this encoder's tokenizer itself; --tokenizer packs one")
+    elif found and not constants:
         own = _tokenizer(checkpoint, tokenizer)
         if own is None:
             notes.append("no tokenizer beside it: the file holds the weights alone; --tokenizer names one")
@@ -78,6 +83,10 @@ def to_diffusers(checkpoint: Checkpoint) -> tuple[str, Move, dict[str, Any] | No
 
 def _is_encoder_half(found: list) -> bool:
     return bool(found) and found[0][0].name == "t5gemma"
+
+
+def _is_cores(match: tuple[TextEncoder, str, dict[str, Any]]) -> bool:
+    return match[2]["hidden_size"] in _CORE_HAS_TOKENIZER.get(match[0].name, ())
 
 
 def _is_tokenizer(key: str) -> bool:

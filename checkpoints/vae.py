@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..autoencoders import find_autoencoder, fit_shape
-from ..autoencoders.kl_kinds import ORIGINAL, original_layout
+from ..autoencoders.kl_kinds import ORIGINAL, old_layout, original_layout
 from ..files.errors import FileError
 from ..supported_models import Run, Target, import_dotted
 from .diffusion import CONFIG_ENTRY, published_config
@@ -25,8 +25,6 @@ from .opened import Checkpoint
 
 PREFIXES = ("", "vae.", "first_stage_model.", "autoencoder.")
 _DIFFUSERS_MARK = "encoder.down_blocks.0.resnets.0.conv1.weight"
-# Names that diffusers gave the attention's layers before 2023.
-_OLD = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 _INVERSE = (
     (r"\.down_blocks\.(\d+)\.resnets\.(\d+)\.", r".down.\1.block.\2."),
     (r"\.down_blocks\.(\d+)\.downsamplers\.0\.", r".down.\1.downsample."),
@@ -79,7 +77,7 @@ def _targets(checkpoint: Checkpoint, original: bool):
     found = find_autoencoder(checkpoint.shapes)
     if _DIFFUSERS_MARK not in own and ORIGINAL.marker not in own:
         return _named_alike(checkpoint, own, prefix, found)
-    rename = original_layout(own) if ORIGINAL.marker in own else _new_spelling
+    rename = (original_layout if ORIGINAL.marker in own else old_layout)(own)
     names = {key: rename(key) for key in own}
     if found is not None:
         _check(checkpoint, found, {names[key]: shape for key, shape in own.items()})
@@ -118,10 +116,6 @@ def _check(checkpoint: Checkpoint, found: Any, shapes: dict[str, tuple[int, ...]
         for key, shape in shapes.items()
     }
     check_keys(checkpoint.path, expected, fitted)
-
-
-def _new_spelling(key: str) -> str:
-    return re.sub(r"\.attentions\.0\.(query|key|value|proj_attn)\.", lambda m: f".attentions.0.{_OLD[m[1]]}.", key)
 
 
 def _original(name: str, levels: int) -> str:

@@ -76,10 +76,11 @@ def header_config(metadata: Mapping[str, str] | None, component: str = "transfor
 
 def closest_architectures(shapes: Shapes, count: int = 3) -> list[str]:
     """Names of the cards that share most telling keys with a file nobody claims, best first; for messages."""
-    tails = {key.removesuffix(".weight") for key in shapes}
+    # With a dot in front, so that `blocks.0` is not found in `solo_blocks.0`.
+    tails = {f".{key.removesuffix('.weight')}" for key in shapes}
 
     def shared(card: Architecture) -> float:
-        hits = sum(any(tail.endswith(key.removesuffix(".weight")) for tail in tails) for key in card.signature)
+        hits = sum(any(tail.endswith(f".{key.removesuffix('.weight')}") for tail in tails) for key in card.signature)
         return hits / max(len(card.signature), 1)
 
     scored = sorted(((shared(card), card.name) for card in architectures()), key=lambda pair: (-pair[0], pair[1]))

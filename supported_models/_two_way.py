@@ -67,11 +67,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of the result: the runs joined along the first dimension, then seen in ``shape``."""
+    """A tensor of the result: the runs joined along the first dimension, then seen in ``shape``; ``transposed``: its
+    one run has its last two dimensions the other way round."""
 
     name: str
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
