@@ -4,14 +4,15 @@ Everything here works on `{key: shape}`, as read from a safetensors header, impo
 foreign file.
 
 Facts: key names and constants from the published configurations as `transformers` 5.24 has them (its configuration
-classes default to Qwen3-8B, T5Gemma-2B, Gemma-2-9B, GLM-4-9B), and for GLM-4-9B in CogView4 from its trainers.
+classes default to Qwen3-8B, T5Gemma-2B, Gemma-2-9B, GLM-4-9B), the key names of google/t5-v1_1-xxl, and for GLM-4-9B
+in CogView4 from its trainers.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Config = dict[str, Any]
 
 EMBEDDING = "embed_tokens.weight"
+T5_EMBEDDING = "shared.weight"
 # What files put before the bare layout: Hugging Face's own nesting, and the component names of all-in-one files.
 PREFIX = re.compile(
     r"(?:text_encoders?\.)?(?:(?:[a-z0-9_]+\.)?transformer\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?(?:encoder\.)?"
@@ -29,6 +31,8 @@ PREFIX = re.compile(
 IGNORED = re.compile(
     r"(?:^|\.)(?:lm_head\.|visual\.|multi_modal_projector\.|vision_tower\.)|rotary_emb\.inv_freq$"
     r"|^(?:tokenizer_json|tokenizer_config|spiece_model|text_encoder_config)$"
+    # T5: the embedding under its second name, and the other half of the model.
+    r"|^encoder\.embed_tokens\.weight$|^decoder\.(?:block|embed_tokens|final_layer_norm)\."
 )
 
 
@@ -40,7 +44,9 @@ class TextEncoder:
     title: str
     detect: Callable[[Shapes, str], Config | None]
     module: str = ".text_encoders.language_model:LanguageModel"  # relative to the package
+    config: str = ".text_encoders.language_model_config:LanguageModelConfig"  # what its constructor takes
     dtypes: tuple[str, ...] = ("bfloat16", "float32")  # dtypes of computation that are safe, best first
+    embedding: str = EMBEDDING  # the key, after the prefix, by which its files are found
 
 
 def _layer_count(shapes: Shapes, prefix: str) -> int:
@@ -165,12 +171,42 @@ def detect_glm4(shapes: Shapes, prefix: str = "") -> Config | None:
     }
 
 
+def detect_t5(shapes: Shapes, prefix: str = "") -> Config | None:
+    """The encoder of T5 v1.1 (gated), any size. UMT5 has the same keys and a position bias in every block."""
+    block = prefix + "encoder.block.{}.layer."
+    if block.format(1) + "0.SelfAttention.relative_attention_bias.weight" in shapes:
+        return None
+    bias = shapes.get(block.format(0) + "0.SelfAttention.relative_attention_bias.weight") or (0, 0)
+    sizes = {
+        "vocab_size": _rows(shapes, prefix + T5_EMBEDDING),
+        "hidden_size": _rows(shapes, prefix + "encoder.final_layer_norm.weight"),
+        "intermediate_size": _rows(shapes, block.format(0) + "1.DenseReluDense.wi_0.weight"),
+        "num_attention_heads": bias[-1],
+        "relative_attention_num_buckets": bias[0],
+    }
+    width = _rows(shapes, block.format(0) + "0.SelfAttention.q.weight")
+    if not all(sizes.values()) or not width or width % bias[-1]:
+        return None
+    layers = 0
+    while block.format(layers) + "0.SelfAttention.q.weight" in shapes:
+        layers += 1
+    return {**sizes, "num_hidden_layers": layers, "head_dim": width // bias[-1]}
+
+
 TEXT_ENCODERS: tuple[TextEncoder, ...] = (
     TextEncoder("qwen3_vl", "Qwen3-VL text tower", detect_qwen3_vl),
     TextEncoder("qwen3", "Qwen3", detect_qwen3),
     TextEncoder("t5gemma", "T5Gemma encoder", detect_t5gemma),
     TextEncoder("gemma2", "Gemma 2", detect_gemma2),
     TextEncoder("glm4", "GLM-4", detect_glm4),
+    TextEncoder(
+        "t5xxl",
+        "T5 v1.1 encoder",
+        detect_t5,
+        ".text_encoders.t5:T5Encoder",
+        ".text_encoders.t5:T5Config",
+        embedding=T5_EMBEDDING,
+    ),
 )
 
 
@@ -194,19 +230,24 @@ def find_text_encoder(
     given = header_config(metadata)
     family_name = given.pop("family", None)
     found: list[tuple[TextEncoder, str, Config]] = []
-    for prefix in sorted({key[: -len(EMBEDDING)] for key in shapes if key.endswith(EMBEDDING)}):
-        if not PREFIX.fullmatch(prefix):
-            continue
-        for family in TEXT_ENCODERS:
-            if family_name == family.name:
-                config = {**(family.detect(shapes, prefix) or {}), **given}
-                if config.keys() >= REQUIRED:
-                    found.append((family, prefix, config))
-            elif family_name is None:
-                config = family.detect(shapes, prefix)
-                if config is not None:
-                    found.append((family, prefix, {**config, **given}))
+    for family, prefix in _places(shapes):
+        if family_name == family.name:
+            config = {**(family.detect(shapes, prefix) or {}), **given}
+            if config.keys() >= REQUIRED:
+                found.append((family, prefix, config))
+        elif family_name is None:
+            config = family.detect(shapes, prefix)
+            if config is not None:
+                found.append((family, prefix, {**config, **given}))
     return sorted(found, key=lambda match: _less_likely(shapes, *match))
+
+
+def _places(shapes: Shapes) -> Iterator[tuple[TextEncoder, str]]:
+    """Families and the prefixes under which a file may hold them."""
+    for embedding in dict.fromkeys(family.embedding for family in TEXT_ENCODERS):
+        for prefix in sorted({key[: -len(embedding)] for key in shapes if key.endswith(embedding)}):
+            if PREFIX.fullmatch(prefix):
+                yield from ((family, prefix) for family in TEXT_ENCODERS if family.embedding == embedding)
 
 
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}

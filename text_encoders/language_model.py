@@ -152,6 +152,7 @@ class LanguageModel(torch.nn.Module):
         attention_mask: torch.Tensor | None = None,
         *,
         layers: Sequence[int] | None = None,
+        normed: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """Hidden states of a batch of prompts.
@@ -162,7 +163,8 @@ class LanguageModel(torch.nn.Module):
         Returns the last state [B, L, hidden_size] after the final norm. With `layers`, a pair of it and the list of
         the states asked for, numbered as `hidden_states` in transformers: 0 the embeddings, i the output of layer i,
         the last one after the final norm; negative numbers count from the end. States at masked positions are finite
-        and mean nothing. Raises IndexError for a layer that does not exist.
+        and mean nothing. normed: the states asked for all pass the final norm. Raises IndexError for a layer that does
+        not exist.
 
         Positions count from 0 at the first column, padding included. For a row padded on the left that shifts all of
         its positions by the same amount, which RoPE's relative distances do not see.
@@ -174,7 +176,8 @@ class LanguageModel(torch.nn.Module):
         if self.config.embed_scale is not None:
             x = x * x.new_full((), self.config.embed_scale)
 
-        states = {0: x} if 0 in wanted else {}
+        finish = self.norm if normed and self.norm is not None else torch.nn.Identity()
+        states = {0: finish(x)} if 0 in wanted else {}
         if x.shape[1] > 0:  # layers of some hosts can't multiply zero rows
             rope = rope_table(self.config, x.shape[1], x.device, x.dtype)
             masks = attention_masks(self.config, x.shape[:2], attention_mask, x.device)
@@ -182,7 +185,7 @@ class LanguageModel(torch.nn.Module):
             for index, layer in enumerate(self.layers):
                 x = layer(x, rope, masks[kinds[index]])
                 if index + 1 in wanted:
-                    states[index + 1] = x
+                    states[index + 1] = finish(x)
             if self.norm is not None:
                 x = self.norm(x)
         states[len(self.layers)] = x

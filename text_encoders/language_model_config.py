@@ -108,21 +108,40 @@ MODEL_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
 _PARTS = {"qwen3_vl": "text_config", "t5gemma": "encoder"}
 
 
+# T5's names for what every other text encoder calls otherwise.
+_T5_NAMES = {
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "d_kv": "head_dim",
+}
+
+
+def _t5(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Constructor arguments of T5Encoder."""
+    kept = ("vocab_size", "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon")
+    named = {ours: config[theirs] for theirs, ours in _T5_NAMES.items() if theirs in config}
+    return named | {key: config[key] for key in kept if key in config}
+
+
 def from_hugging_face(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(family name, constructor arguments of LanguageModel) from the contents of a published config.json.
+    """(family name, constructor arguments of its module) from the contents of a published config.json.
 
     Both spellings of the RoPE settings are read: `rope_theta` and `rope_scaling`, or the newer `rope_parameters`.
-    Raises ValueError for a model type that LanguageModel does not cover.
+    Raises ValueError for a model type that no module here covers.
     """
     model_type = config.get("model_type")
     if model_type in _PARTS:
         config = config[_PARTS[model_type]]
         model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if model_type not in (*MODEL_TYPES, "t5"):
         raise ValueError(
             f"config.json: model_type {model_type!r} is no known text encoder; "
-            f"known are {', '.join([*MODEL_TYPES, *_PARTS])}"
+            f"known are {', '.join([*MODEL_TYPES, *_PARTS, 't5'])}"
         )
+    if model_type == "t5":
+        return "t5xxl", _t5(config)
     family, implied = MODEL_TYPES[model_type]
     given = {key: value for key, value in config.items() if key in CONFIG_FIELDS and value is not None}
     result = {**given, **implied}

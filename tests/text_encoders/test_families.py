@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import random
@@ -16,6 +17,7 @@ import transformers
 from support import find_shared
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 
+from nativedit.supported_models import import_dotted
 from nativedit.text_encoders.families import TEXT_ENCODERS, find_text_encoder, module_keys, text_encoder
 from nativedit.text_encoders.language_model import LanguageModel
 from nativedit.text_encoders.language_model_config import LanguageModelConfig, from_hugging_face
@@ -217,7 +219,8 @@ def test_only_the_language_models_weights_are_loaded():
 def test_families_are_named_and_their_module_is_where_they_say():
     for family in TEXT_ENCODERS:
         assert text_encoder(family.name) is family
-        assert family.module == f"{LanguageModel.__module__.removeprefix('nativedit')}:LanguageModel"
+        assert issubclass(import_dotted(family.module), torch.nn.Module)
+        assert dataclasses.is_dataclass(import_dotted(family.config))
         assert all(hasattr(torch, dtype) for dtype in family.dtypes)
     with pytest.raises(ValueError, match="text encoder 'clip' is unknown; known are qwen3_vl, qwen3, t5gemma"):
         text_encoder("clip")
