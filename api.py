@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import supported_models
+from .checkpoints import autoencoder as _autoencoder
 from .checkpoints import load as _load
 from .checkpoints import resolve as _resolve
 from .checkpoints.convert import convert
@@ -32,6 +33,7 @@ __all__ = [
     "convert",
     "dequantize",
     "inspect",
+    "load_autoencoder",
     "load_diffusion_model",
     "load_text_encoder",
     "quantize",
@@ -74,6 +76,24 @@ def load_text_encoder(
     """A text encoder with its tokenizer. family: "qwen3_vl", ..., None = recognise; tokenizer: its folder or file,
     None = in the checkpoint or beside it. Raises as ``load_diffusion_model``."""
     return _load.load_text_encoder(path, family=family, config=config, dtype=dtype, device=device, tokenizer=tokenizer)
+
+
+def load_autoencoder(
+    path: str | os.PathLike,
+    *,
+    architecture: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> torch.nn.Module:
+    """An autoencoder: ``encode(pixels [B, 3, H, W] in [-1, 1])`` gives the raw latent, ``decode(latent)`` pixels; both
+    also as ``tiled_encode``, ``tiled_decode``.
+
+    architecture: the diffusion model whose autoencoder is wanted, None = recognise by keys and shapes.
+    Raises as ``load_diffusion_model``.
+    """
+    kind = None if architecture is None else supported_models.get_architecture(architecture).autoencoder
+    return _autoencoder.load_autoencoder(path, autoencoder=kind, config=config, dtype=dtype, device=device)[0]
 
 
 def resolve(

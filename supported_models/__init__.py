@@ -9,10 +9,13 @@ from ._registry import (
     get_architecture,
     header_config,
 )
+from ._settings import AUTO, PUBLISHED, Settings, decide
 from ._two_way import Rule, Run, Target, TwoWayMap
 
 __all__ = [
+    "AUTO",
     "PREFIXES",
+    "PUBLISHED",
     "Architecture",
     "Defaults",
     "KeyMap",
@@ -21,11 +24,13 @@ __all__ = [
     "Rule",
     "Run",
     "Sampling",
+    "Settings",
     "Shapes",
     "Target",
     "TwoWayMap",
     "architectures",
     "closest_architectures",
+    "decide",
     "find_architecture",
     "get_architecture",
     "header_config",

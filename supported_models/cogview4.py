@@ -87,12 +87,14 @@ ARCHITECTURE = Architecture(
         multiplier=1000.0,
         shift_of_latent=".ldm.cogview4.sampling:shift_of_latent",
         timestep_before_shift=True,
+        times=".ldm.cogview4.sampling:times",
     ),
     latent_format="cogview4",
     text_encoders=("glm4",),
     autoencoder="kl_cogview4",
     # The raw prompt; the padding is attended to. hidden_states[-2]: the last layer and the final norm are not used.
     prompt=Prompt(max_length=1024, pad_multiple=16, padding_side="left", pad_token="<|endoftext|>", layers=(-2,)),
+    conditions=("original_size", "target_size", "crop_coords"),
     # float16 overflows to black pictures, says the model card.
     dtypes=("bfloat16", "float32"),
     # ComfyUI's estimate for FLUX (3.1 at 3072 channels) by the width; not measured.

@@ -72,13 +72,16 @@ ARCHITECTURE = Architecture(
         shift=4.287,  # 1344 x 896
         multiplier=1.0,
         shift_of_latent=".ldm.f_lite.sampling:shift_of_latent",
+        times=".ldm.f_lite.sampling:times",
     ),
     latent_format="flux",
     text_encoders=("t5xxl",),
     autoencoder="kl_flux",
     # Padded to 512, and the padding is attended to in the encoder and in the transformer. hidden_states[-8], then the
     # encoder's final norm. No negative prompt means an embedding of zeros, not the encoded empty text.
-    prompt=Prompt(max_length=512, min_tokens=512, eos=True, layers=(-8,)),
+    prompt=Prompt(
+        max_length=512, min_tokens=512, eos=True, pad_token="<pad>", layers=(-8,), normed=True, empty="zeros"
+    ),
     # float16 is unverified.
     dtypes=("bfloat16", "float32"),
     # ComfyUI's estimate for FLUX, which has the same width; not measured.

@@ -10,10 +10,14 @@ def shift_of_latent(latent_height: int, latent_width: int) -> float:
     return 2.0 * (latent_height * latent_width) ** 0.5 / 64
 
 
+def times(steps: int) -> list[float]:
+    """The published schedule before its shift: evenly from 1, without the last 0."""
+    return [1 - i / steps for i in range(steps)]
+
+
 def sigmas(steps: int, shift: float) -> list[float]:
     """The published schedule: ``steps`` sigmas from 1, then 0, evenly spaced before the shift."""
-    times = [1 - i / steps for i in range(steps + 1)]
-    return [shift * time / (1 + (shift - 1) * time) for time in times]
+    return [shift * time / (1 + (shift - 1) * time) for time in times(steps)] + [0.0]
 
 
 def adaptive_projected_guidance(
