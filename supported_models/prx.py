@@ -9,6 +9,7 @@ from typing import Any
 
 from ..text_encoders.prompt import Prompt
 from ._architecture import Architecture, Defaults, Sampling, Shapes
+from ._downloads import shared
 from ._prx import QUANTIZATION, SIGNATURE, TRAINER_LAYOUT, latent_config
 
 CHANNELS, PATCH_SIZE = 16, 2
@@ -64,4 +65,5 @@ ARCHITECTURE = Architecture(
         "text_encoders": ("t5gemma_2b_2b_ul2_encoder.safetensors",),
         "vae": ("ae.safetensors",),
     },
+    downloads=shared("ae.safetensors"),
 )

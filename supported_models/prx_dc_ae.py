@@ -45,4 +45,5 @@ ARCHITECTURE = replace(
         "text_encoders": prx.ARCHITECTURE.files["text_encoders"],
         "vae": ("dc_ae_f32c32_sana.safetensors",),
     },
+    downloads={},
 )

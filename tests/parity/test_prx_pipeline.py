@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from dit_checks import randomise
+from PIL import Image
 from safetensors.torch import save_file
-from support import rel_err
+from support import ROOT, rel_err
 
 from nativedit.engine.host import EngineHost
 from nativedit.engine.model_folders import ModelFolders
@@ -112,19 +113,22 @@ def transformer(name: str) -> torch.nn.Module:
     return diffusers.PRXTransformer2DModel(**kinds[name], **common)
 
 
-def files_of(folder: Path, network, encoder, vae) -> EngineHost:
+NAMES = {"diffusion_models": "model.safetensors", "text_encoders": "text.safetensors", "vae": "vae.safetensors"}
+
+
+def files_of(folder: Path, network, encoder, vae, names: dict[str, str] = NAMES) -> EngineHost:
     """The components as files in ComfyUI's folders, and the engine with these folders."""
     for name in ("diffusion_models", "text_encoders", "vae"):
         (folder / name).mkdir(exist_ok=True)
-    save_file(network.state_dict(), folder / "diffusion_models" / "model.safetensors")
+    save_file(network.state_dict(), folder / "diffusion_models" / names["diffusion_models"])
     tokenizer = torch.frombuffer(bytearray(tokenizer_json().encode()), dtype=torch.uint8).clone()
     save_file(
         {**encoder.state_dict(), "tokenizer_json": tokenizer},
-        folder / "text_encoders" / "text.safetensors",
+        folder / "text_encoders" / names["text_encoders"],
         {"config": json.dumps({"text_encoder": encoder.config.to_dict()})},
     )
     if vae is not None:
-        save_file(vae.state_dict(), folder / "vae" / "vae.safetensors")
+        save_file(vae.state_dict(), folder / "vae" / names["vae"])
     return EngineHost(ModelFolders(folder), folder / "output", folder / "input", device=torch.device("cpu"))
 
 
@@ -255,6 +259,30 @@ def test_the_references_schedule_shifts_twice_and_the_cards_is_the_trainers(pair
     ours = _card_sigmas(pair.model.architecture, 4, 8, 8)
     assert ours == pytest.approx([1.0, 0.9, 0.75, 0.5, 0.0], abs=1e-6), "linspace(1, 0), shifted by 3: Photoroom/PRX"
     assert theirs[-2] == pytest.approx(0.00893, abs=1e-5)
+
+
+@pytest.mark.parametrize("workflow", ["prx.json", "api/prx.json"])
+def test_the_example_workflow_runs_on_tiny_weights(workflow: str, tmp_path: Path):
+    import nativedit
+
+    torch.manual_seed(5)
+    network, encoder, vae = transformer("prx"), t5gemma(), autoencoder()
+    for module in (network, encoder, vae):
+        randomise(module.requires_grad_(False))
+    names = {folder: known[0] for folder, known in get_architecture("prx").files.items()}
+    files_of(tmp_path, network, encoder, vae, names)
+    small = {"NativeDiTEmptyLatent.width": 64, "NativeDiTEmptyLatent.height": 48, "KSampler.steps": 2}
+    result = nativedit.run(
+        ROOT / "example_workflows" / workflow,
+        models_dir=tmp_path,
+        output_dir=tmp_path / "output",
+        values=small,
+        progress=False,
+    )
+    sampler = next(node for node in result.prompt.values() if node["class_type"] == "KSampler")["inputs"]
+    assert (sampler["cfg"], sampler["sampler_name"], sampler["scheduler"]) == (5.0, "euler", "simple")
+    (picture,) = result.pictures
+    assert Image.open(picture).size == (64, 48)
 
 
 # the cards
