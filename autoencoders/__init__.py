@@ -134,10 +134,13 @@ def find_autoencoder(
 def fit_shape(tensor: Any, shape: tuple[int, ...]) -> Any:
     """A tensor as the module wants it: a 1x1 convolution [O, I, 1, 1] and a linear layer [O, I] hold the same numbers,
     and layouts differ in which of the two they write. Any other difference is left for the strict check to name."""
-    have = tuple(tensor.shape)
-    if have != tuple(shape) and _without_ones(have) == _without_ones(shape):
-        return tensor.reshape(shape)
-    return tensor
+    return tensor.reshape(shape) if tuple(tensor.shape) != fitted(tensor.shape, shape) else tensor
+
+
+def fitted(have: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that ``fit_shape`` gives a tensor of shape ``have``."""
+    have, shape = tuple(have), tuple(shape)
+    return shape if _without_ones(have) == _without_ones(shape) else have
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

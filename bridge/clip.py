@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import comfy.model_management
@@ -12,7 +13,7 @@ import torch
 from ..files.errors import FileError
 from ..supported_models import import_dotted
 from ..text_encoders.families import TextEncoder, find_text_encoder, module_keys
-from ..text_encoders.prompt import Prompt, tokenize_prompt
+from ..text_encoders.prompt import Prompt, seen_positions, tokenize_prompt
 from ..text_encoders.prompt_weights import apply_weights, parse_weights, weighted_tokens
 from ..text_encoders.tokenizer import Tokenizer
 from .quantized import check_weights
@@ -39,14 +40,23 @@ class PromptTokenizer:
         self.prompt = prompt
         self.extra = extra
 
-    def tokenize_with_weights(self, text: str, return_word_ids: bool = False, disable_weights: bool = False, **_):
-        """{name: [[(id, weight) or (id, weight, word)]]}; one row, empty where the tokenizer makes nothing of ""."""
+    def tokenize_with_weights(
+        self,
+        text: str,
+        return_word_ids: bool = False,
+        disable_weights: bool = False,
+        negative: bool = False,
+        **_,
+    ):
+        """{name: [[(id, weight) or (id, weight, word)]]}; one row, empty where the tokenizer makes nothing of "".
+
+        negative: a negative prompt, before which some models have no instruction."""
         pieces = [(text, 1.0)] if disable_weights else parse_weights(text)
         if all(weight == 1.0 for _, weight in pieces):
             plain = "".join(piece for piece, _ in pieces)
-            row = [(token, 1.0) for token in tokenize_prompt(self.tokenizer, self.prompt, plain)]
+            row = [(token, 1.0) for token in tokenize_prompt(self.tokenizer, self.prompt, plain, negative)]
         else:
-            row = weighted_tokens(self.tokenizer, self.prompt, pieces)
+            row = weighted_tokens(self.tokenizer, self.prompt, pieces, negative)
         if return_word_ids:
             row = [(token, weight, word) for word, (token, weight) in enumerate(row, start=1)]
         return {self.name: [row]}
@@ -70,7 +80,7 @@ class TextEncoderModel(torch.nn.Module):
 
     Built by ComfyUI's CLIP with (device, dtype, model_options) and our own arguments by keyword.
     path: for messages; storage_dtype: of the weights in memory unless ``model_options`` name one (ComfyUI's default
-    would squeeze bfloat16 into float16).
+    would squeeze bfloat16 into float16); instruction: ids of what the model's instruction begins with, see ``Prompt``.
     """
 
     def __init__(
@@ -86,11 +96,13 @@ class TextEncoderModel(torch.nn.Module):
         pad_id: int,
         path: str,
         quantized: bool = False,
+        instruction: Sequence[int] = (),
     ):
         super().__init__()
         options = model_options or {}
         dtype = options.get("dtype") or storage_dtype
         self.family, self.config, self.prompt, self.pad_id, self.path = family, dict(config), prompt, pad_id, path
+        self.instruction = tuple(instruction)
         self.dtypes = {dtype}
         self.prefix = f"{family.name}.transformer.model."
         holder = _Holder()
@@ -120,7 +132,7 @@ class TextEncoderModel(torch.nn.Module):
     def encode_token_weights(self, token_weight_pairs):
         """(states [1, L, C] float32, None, {"attention_mask": [1, L] int64}); rows of tokens are set one after another.
 
-        A prompt without any token is one row of zeros that the mask hides.
+        A prompt without any token is one row of zeros, which the mask hides unless the card wants it seen.
         """
         encoded = [self._encode_row(row) for row in token_weight_pairs[self.family.name]]
         states = torch.cat([row for row, _ in encoded], dim=1)
@@ -132,14 +144,16 @@ class TextEncoderModel(torch.nn.Module):
         device = self.execution_device or next(self.parameters()).device
         if not row:
             width = self.config["hidden_size"] * len(self._layers())
-            hidden = torch.zeros(1, 1, dtype=torch.int64, device=device)
-            return torch.zeros(1, 1, width, dtype=torch.float32, device=device), hidden
+            seen = torch.full((1, 1), int(self.prompt.empty == "zeros"), device=device)
+            return torch.zeros(1, 1, width, dtype=torch.float32, device=device), seen
         ids, weights = [entry[0] for entry in row], [float(entry[1]) for entry in row]
         states = self._states(torch.tensor([ids], device=device))
         if any(weight != 1.0 for weight in weights):
             neutral = self._states(torch.full_like(torch.tensor([ids], device=device), self.pad_id))
             states = apply_weights(states, neutral, torch.tensor(weights, device=device))
-        return states, torch.ones(1, len(ids), dtype=torch.int64, device=device)
+        seen = seen_positions(self.instruction, ids)
+        states = states if seen is None else states[:, seen]
+        return states, torch.ones(states.shape[:2], dtype=torch.int64, device=device)
 
     def _layers(self) -> tuple[int, ...]:
         return self.prompt.layers if self.layer is None else (self.layer,)

@@ -13,7 +13,7 @@ import torch
 
 from ..checkpoints.stored_config import DIFFUSION_MODEL_CONFIG
 from ..files.dtypes import parse_dtype
-from ..supported_models import PREFIXES, Architecture, Match
+from ..supported_models import PREFIXES, Architecture, Match, Sampling
 from ..text_encoders.tokenizer import bytes_tensor, tensor_bytes
 from .latent import latent_format_class
 from .quantized import logical_shapes, stored_tensor
@@ -92,6 +92,8 @@ class NativeDiTConfig(comfy.supported_models_base.BASE):
 
         match = match_weights(self.card, state_dict, prefix)
         arguments = constructor_arguments(self.card, self.unet_config)
+        self.card = self.card.of_config(arguments)
+        self.sampling_settings = sampling_settings(self.card.sampling)
         self.travelling_config = lost_by_shapes(self.card, arguments, match.config) if match else {}
         return NativeDiTModel(self, device=device)
 
@@ -124,9 +126,13 @@ class NativeDiTConfig(comfy.supported_models_base.BASE):
         return state_dict
 
 
+def sampling_settings(sampling: Sampling) -> dict[str, float]:
+    """What ComfyUI's flow sampling reads."""
+    return {"shift": sampling.shift, "multiplier": sampling.multiplier, "noise_scale": sampling.noise_scale}
+
+
 def config_class(card: Architecture) -> type[NativeDiTConfig]:
     """Raises what a card can get wrong: an unknown latent format or dtype."""
-    sampling = card.sampling
     return type(
         f"NativeDiT_{card.name}",
         (NativeDiTConfig,),
@@ -134,11 +140,7 @@ def config_class(card: Architecture) -> type[NativeDiTConfig]:
             "card": card,
             "travelling_config": {},
             "unet_config": {"image_model": image_model(card)},
-            "sampling_settings": {
-                "shift": sampling.shift,
-                "multiplier": sampling.multiplier,
-                "noise_scale": sampling.noise_scale,
-            },
+            "sampling_settings": sampling_settings(card.sampling),
             "latent_format": latent_format_class(card.latent_format),
             "memory_usage_factor": card.memory_usage_factor,
             "supported_inference_dtypes": [parse_dtype(dtype) for dtype in card.dtypes],

@@ -54,6 +54,14 @@ class NativeDiTModel(comfy.model_base.BaseModel):
     def load_model_weights(self, sd, unet_prefix="", *args, **kwargs):
         own = {key[len(unet_prefix) :]: value for key, value in sd.items() if key.startswith(unet_prefix)}
         check_weights(
+        scale = self.model_config.card.sampling.guidance
+        if scale is not None:
+            scale = kwargs.get("guidance", scale)  # ComfyUI's FluxGuidance node sets it
+            told = scale * self.diffusion_model.guidance_embeds_scale
+            out["guidance"] = comfy.conds.CONDRegular(torch.tensor([told], dtype=torch.float32))
+        for name in self.model_config.card.conditions:
+            if kwargs.get(name) is not None:
+                out[name] = comfy.conds.CONDRegular(torch.tensor([kwargs[name]], dtype=torch.int64))
             current_file() or f"this {self.model_config.card.title} model",
             expected_shapes(self.model_config.card, self.model_config.unet_config),
             self.model_config.process_unet_state_dict(own),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import comfy.quant_ops
 import torch
 
-from ..checkpoints.fill import check_keys
+from ..checkpoints.fill import check_keys, fit
 from ..files.errors import FileError
 from ..quant.formats import FORMATS, round_up
 from ..quant.markers import MARKER, parse_marker
@@ -83,7 +83,7 @@ def check_weights(
         layer, _, name = key.rpartition(".")
         if layer not in formats:
             if name != MARKER:  # an empty marker says: this layer is not quantized
-                found[key] = tuple(value.shape)
+                found[key] = fit(expected, key, tuple(value.shape))
         elif name == "weight" and _rows_fit(expected.get(key), tuple(value.shape)):
             found[key] = expected[key]
         elif name in ("weight", "bias"):
@@ -101,6 +101,8 @@ def check_weights(
 
 def _rows_fit(expected: tuple[int, ...] | None, stored: tuple[int, ...]) -> bool:
     """Packing and padding change a weight's columns; rows are at most padded."""
+    if expected is not None and expected[2:] == (1, 1) and len(stored) == 2:
+        expected = expected[:2]  # a 1x1 convolution that our module computes as a matrix
     if expected is None or len(expected) != len(stored):
         return False
     return stored[:-2] == expected[:-2] and expected[-2] <= stored[-2] <= round_up(expected[-2], 32)

@@ -18,8 +18,15 @@ from ..files.errors import FileError
 from ..files.header import read_header
 from ..supported_models import Architecture, architectures, get_architecture
 from ..text_encoders.families import TextEncoder, find_text_encoder
-from ..text_encoders.prompt import Prompt
-from ..text_encoders.tokenizer import JSON_TENSOR, SPIECE_TENSOR, Tokenizer, bytes_tensor, tensor_bytes
+from ..text_encoders.prompt import Prompt, instruction_ids
+from ..text_encoders.tokenizer import (
+    JSON_TENSOR,
+    SPIECE_TENSOR,
+    MissingTokenizer,
+    Tokenizer,
+    bytes_tensor,
+    tensor_bytes,
+)
 from .clip import PromptTokenizer, TextEncoderModel
 from .hooks import current_file, guarded, log, remember_file, wrap_once
 from .quantized import layer_formats, logical_shapes, unknown_format
@@ -189,6 +196,7 @@ def target(found: Recognised, state_dict: Mapping[str, torch.Tensor], path: str,
     }
     return clip_target
 
+        "instruction": instruction_ids(tokenizer, found.prompt),
 
 def _travelling_config(found: Recognised, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The configuration as a tensor, where a saved file's keys and shapes would be read differently."""

@@ -104,3 +104,26 @@ def _describe(vae: Any, kind: Autoencoder, config: Mapping[str, Any]) -> None:
 def widest(widths: Sequence[int]) -> float:
     """Channels of the largest tensor, counted at full resolution; every level halves it each way."""
     return max(width / 4**level for level, width in enumerate(widths))
+    vae.__class__ = CheckedVAE  # isinstance holds, and a shallow copy on another device keeps it
+
+
+class CheckedVAE(comfy.sd.VAE):
+    """ComfyUI's VAE, which says what is wrong with tiles that would give NaN, a division by zero or a torch error."""
+
+    def encode_tiled(self, pixel_samples, tile_x=None, tile_y=None, overlap=None, *args, **kwargs):
+        check_tiles(self.downscale_ratio, (tile_x or 512, tile_y or 512), 64 if overlap is None else overlap)
+        return super().encode_tiled(pixel_samples, tile_x, tile_y, overlap, *args, **kwargs)
+
+
+def check_tiles(compression: int, tile: tuple[int, int], overlap: int) -> None:
+    """ComfyUI encodes in tiles of tile x tile, twice as wide and twice as high ones, whose sides and steps have to be
+    whole latent pixels. tile, overlap: in picture pixels. Raises ValueError."""
+    shortest = min(tile) // 2
+    whole = all(side % (2 * compression) == 0 for side in tile) and overlap % compression == 0
+    if whole and overlap < shortest:
+        return
+    raise ValueError(
+        f"this autoencoder can't encode in tiles of {tile[0]}x{tile[1]} pixels that overlap by {overlap}: tiles have to "
+        f"be multiples of {2 * compression}, the overlap a multiple of {compression} and less than half a tile; "
+        f"{max(8 * compression, 512)} and {2 * compression} are right"
+    )

@@ -11,7 +11,7 @@ import torch
 
 from ..files.errors import FileError
 from ..supported_models import Match, Run, Target, TwoWayMap, import_dotted
-from .fill import check_keys, some
+from .fill import check_keys, fit, some
 from .load import recognise
 from .moves import Move
 from .opened import Checkpoint
@@ -108,13 +108,17 @@ def _native_targets(checkpoint: Checkpoint, match: Match, shapes: Mapping[str, t
     known = {k: v for k, v in config.items() if k in inspect.signature(cls.__init__).parameters}
     module = cls(**{**match.config, **known}, device="meta", operations=torch.nn)
     expected = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+    quantized = {layer.keys["weight"] for layer in checkpoint.quantized.layers.values()}
     targets = []
     for key, shape in shapes.items():
         for part in match.parts(match.prefix + key):
-            targets.append(Target(part.name, part.shape(shape), _runs(match.prefix + key, part, shape)))
+            stored = part.shape(shape)
+            # A quantized 1x1 convolution stays the matrix that it is.
+            own = stored if match.prefix + key in quantized else fit(expected, part.name, stored)
+            targets.append(Target(part.name, own, _runs(match.prefix + key, part, shape), part.transposed))
     inexact = {layer.keys["weight"] for layer in checkpoint.quantized.layers.values() if not layer.exact}
     padded = {target.name for target in targets if any(run.key in inexact for run in target.runs)}
-    found = {target.name: target.shape for target in targets if target.name not in padded}
+    found = {target.name: fit(expected, target.name, target.shape) for target in targets if target.name not in padded}
     check_keys(checkpoint.path, {k: v for k, v in expected.items() if k not in padded}, found)
     return targets
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
+from ..autoencoders import fit_shape, fitted
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
 from ..quant.layer import Layer, canonical_tensors
@@ -39,7 +40,11 @@ def fill(
     source, quantized = checkpoint.source, checkpoint.quantized
     places = {key: (Part(name),) if isinstance(name, str) else name for key, name in names.items()}
     expected = {key: tuple(value.shape) for key, value in module.state_dict().items()}
-    found = {part.name: part.shape(checkpoint.shapes[key]) for key, parts in places.items() for part in parts}
+    found = {
+        part.name: fit(expected, part.name, part.shape(checkpoint.shapes[key]))
+        for key, parts in places.items()
+        for part in parts
+    }
     settle_conflicts(source, quantized)
     quantized.refuse_problems()
     layers = {layer.keys["weight"]: layer for layer in quantized.layers.values() if layer.dialect != "cast"}
@@ -60,7 +65,7 @@ def fill(
                     tensor = tensor.to(torch.float32 if kept else target)
                 elif tensor.ndim < 2 and tensor.dtype.itemsize == 1 and tensor.is_floating_point():
                     tensor = tensor.to(torch.bfloat16)  # a float8 norm or bias can't be used in arithmetic
-                state[part.name] = tensor.to(device)
+                state[part.name] = fit_shape(tensor, expected[part.name]).to(device)
         done += source.tensors[key].nbytes
         if progress is not None:
             progress(done, total)
@@ -85,6 +90,11 @@ def _quantized(checkpoint: Checkpoint, layer: Layer, parts: tuple[Part, ...]) ->
         for suffix, tensor in piece.tensors.items():
             yield f"{name}.{suffix}", tensor
         yield f"{name}.{MARKER}", encode_marker(piece.recipe.marker(layer.experts))
+
+
+def fit(expected: Mapping[str, tuple[int, ...]], name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A weight's shape as the module has it, where only the ones of a 1x1 convolution are more or fewer."""
+    return fitted(shape, expected[name]) if name in expected else tuple(shape)
 
 
 def check_keys(path: str, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:

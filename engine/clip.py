@@ -8,7 +8,7 @@ import torch
 
 from ..checkpoints.load import LoadedTextEncoder
 from ..supported_models import Architecture
-from ..text_encoders.prompt import tokenize_prompt
+from ..text_encoders.prompt import instruction_ids, seen_positions, tokenize_prompt
 from ..text_encoders.prompt_weights import apply_weights, parse_weights, weighted_tokens
 from .objects import Condition
 
@@ -24,9 +24,10 @@ class Clip:
     device: torch.device
 
     @torch.inference_mode()
-    def encode(self, text: str) -> Condition:
-        """States [1, L, D] float32 with their attention mask [1, L]; a prompt without tokens is one masked row."""
-        tokens = self._tokens(text)
+    def encode(self, text: str, negative: bool = False) -> Condition:
+        """States [1, L, D] float32 with their attention mask [1, L]; a prompt without tokens is one row of zeros,
+        masked unless the card wants it seen. negative: before such prompts some models have no instruction."""
+        tokens = self._tokens(text, negative)
         if not tokens:
             width = self.encoder.model.config.hidden_size * len(self.architecture.prompt.layers)
             return torch.zeros(1, 1, width), {"attention_mask": torch.zeros(1, 1, dtype=torch.long)}
@@ -35,14 +36,18 @@ class Clip:
         states = self._states(ids)
         if (weights != 1.0).any():
             states = apply_weights(states, self._states(torch.full_like(ids, self.encoder.tokenizer.pad_id)), weights)
-        return states.float().cpu(), {"attention_mask": torch.ones(1, len(tokens), dtype=torch.long)}
+        instruction = instruction_ids(self.encoder.tokenizer, self.architecture.prompt)
+        seen = seen_positions(instruction, [token for token, _ in tokens])
+        states = states.float().cpu() if seen is None else states[:, seen].float().cpu()
+        return states, {"attention_mask": torch.ones(states.shape[:2], dtype=torch.long)}
 
-    def _tokens(self, text: str) -> list[tuple[int, float]]:
+    def _tokens(self, text: str, negative: bool) -> list[tuple[int, float]]:
         tokenizer, prompt = self.encoder.tokenizer, self.architecture.prompt
         pieces = parse_weights(text)
         if any(weight != 1.0 for _, weight in pieces):
-            return weighted_tokens(tokenizer, prompt, pieces)
-        return [(token, 1.0) for token in tokenize_prompt(tokenizer, prompt, "".join(piece for piece, _ in pieces))]
+            return weighted_tokens(tokenizer, prompt, pieces, negative)
+        text = "".join(piece for piece, _ in pieces)
+        return [(token, 1.0) for token in tokenize_prompt(tokenizer, prompt, text, negative)]
 
     def _states(self, ids: torch.Tensor) -> torch.Tensor:
         _, states = self.encoder.model(ids, layers=self.architecture.prompt.layers, compute_dtype=torch.float32)

@@ -32,7 +32,8 @@ class FlowSampling:
     """How a model is sampled; a node that changes the shift makes a changed copy.
 
     prediction: "velocity" (noise - data), "-velocity" or "x0". multiplier scales the steps of the sigma table, as in
-    ComfyUI; the transformer's own timestep is not affected by it (see ``Model.denoise``).
+    ComfyUI; the transformer's own timestep is not affected by it (see ``Model.denoise``). card: whose this is, for the
+    publisher's own schedule.
     """
 
     prediction: str = "velocity"
@@ -40,10 +41,11 @@ class FlowSampling:
     multiplier: float = 1.0
     noise_scale: float = 1.0
     x0_sigma_floor: float = 0.0
+    card: Sampling | None = None
 
     @classmethod
     def of_card(cls, card: Sampling) -> FlowSampling:
-        return cls(card.prediction, card.shift, card.multiplier, card.noise_scale, card.x0_sigma_floor)
+        return cls(card.prediction, card.shift, card.multiplier, card.noise_scale, card.x0_sigma_floor, card)
 
     @cached_property
     def sigmas(self) -> torch.Tensor:

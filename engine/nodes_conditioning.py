@@ -55,4 +55,23 @@ class ConditioningCombine(io.ComfyNode):
         return io.NodeOutput([*conditioning_1, *conditioning_2])
 
 
-NODES = [CLIPTextEncode, ConditioningZeroOut, ConditioningCombine]
+class FluxGuidance(io.ComfyNode):
+    """For every model that embeds its guidance scale, not only FLUX."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="FluxGuidance",
+            inputs=[
+                io.Conditioning.Input("conditioning"),
+                io.Float.Input("guidance", default=3.5, min=0.0, max=100.0, step=0.1),
+            ],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, conditioning, guidance):
+        return io.NodeOutput([(states, {**extra, "guidance": guidance}) for states, extra in conditioning])
+
+
+NODES = [CLIPTextEncode, ConditioningZeroOut, ConditioningCombine, FluxGuidance]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..supported_models import PUBLISHED
 from .beta_quantile import beta_quantile
 from .flow import FlowSampling
 
@@ -79,6 +80,12 @@ def ddim_uniform(sampling: FlowSampling, steps: int) -> torch.Tensor:
     return torch.tensor(picked, dtype=torch.float32) if near_zero else _falling(picked)
 
 
+def published(sampling: FlowSampling, steps: int) -> torch.Tensor:
+    """The publisher's own, for a model that has one; else ``simple``."""
+    own = None if sampling.card is None else sampling.card.published_schedule(steps, sampling.shift)
+    return simple(sampling, steps) if own is None else torch.tensor(own, dtype=torch.float32)
+
+
 SCHEDULES: dict[str, Schedule] = {
     "simple": simple,
     "sgm_uniform": sgm_uniform,
@@ -87,6 +94,7 @@ SCHEDULES: dict[str, Schedule] = {
     "ddim_uniform": ddim_uniform,
     "beta": beta,
     "normal": normal,
+    PUBLISHED: published,
 }
 
 

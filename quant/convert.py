@@ -163,7 +163,8 @@ def decide_layers(source, found: QuantizedFile, layers: dict[str, Layer], plan: 
             continue
         layer = layers.get(key)
         if layer is None:
-            tensors[key] = (info.dtype, info.shape, info.nbytes)
+            shape = plan.card.matrix_shape(key, info.shape) if plan.card else info.shape
+            tensors[key] = (info.dtype, shape, info.nbytes)
         else:
             stored = sum(source.info(own).nbytes for own in layer.keys.values())
             tensors[key] = ("BF16", layer.shape, stored)

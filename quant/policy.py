@@ -28,6 +28,8 @@ class CardPolicy:
 
     ``blocks`` the layers to quantize (empty: the generic rules choose); ``never`` (pattern, why) pairs, which win over
     ``blocks``; ``banks`` 3-D weights that are expert banks [E, out, in]; ``embeddings`` tables that are looked up;
+    ``pointwise`` 1x1 convolutions [out, in, 1, 1] that the module computes as matrices, stored as such once quantized;
+    ``alternatives`` (pattern, format, recipe): what a layer gets that ``format`` can't hold as it was asked for;
     ``min_weights`` smallest weight worth it; ``layout`` the recipe that published files of it use ("" unknown).
     """
 
@@ -35,8 +37,16 @@ class CardPolicy:
     never: tuple[tuple[str, str], ...] = ()
     banks: tuple[str, ...] = ()
     embeddings: tuple[str, ...] = ()
+    pointwise: tuple[str, ...] = ()
+    alternatives: tuple[tuple[str, str, str], ...] = ()
     min_weights: int | None = None
     layout: str = ""
+
+    def matrix_shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a weight as it is multiplied."""
+        if len(shape) == 4 and shape[2:] == (1, 1) and _first_match(self.pointwise, key.removesuffix(".weight")):
+            return shape[:2]
+        return shape
 
 
 @dataclass(frozen=True)

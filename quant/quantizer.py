@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class Rows:
         if self.quantized is not None:
             expert = run.expert if len(self.shape) == 3 else None
             return dequantize_rows(self.source, self.quantized, run.start, run.stop, self.dtype, expert=expert)
-        return read_run(self.source, self.source.info(self.key), run)
+        # A 1x1 convolution is read as the matrix that it is.
+        return read_run(self.source, replace(self.source.info(self.key), shape=self.shape), run)
 
     def runs(self) -> list[RowRun]:
         return row_runs(self.shape, self.shape[-1] * self.dtype.itemsize)

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from ..quant.policy import CardPolicy
+from ..text_encoders.prompt import Prompt
 from ._architecture import KeyMap, Shapes
 
 GUIDANCE = "time_embed.guidance_embedder.linear_1.weight"
@@ -30,8 +31,8 @@ HEAD_DIM = 32
 # Tokens of the table in the publisher's 2K and 4K files -> (sample_size, interpolation_scale).
 POSITION_TABLES = {64 * 64: (64, 1.0), 128 * 128: (128, 2.0)}
 
-# The feed-forward's two 1x1 convolutions are matrices in our module, and published as [out, in, 1, 1]; a file in which
-# they are [out, in] loads as well.
+# The feed-forward's two 1x1 convolutions are matrices in our module, and published as [out, in, 1, 1]; files in which
+# they are [out, in], as quantized ones are, load as well.
 POLICY = CardPolicy(
     blocks=(
         "transformer_blocks.*.attn1.to_[qkv]",
@@ -41,6 +42,7 @@ POLICY = CardPolicy(
         "transformer_blocks.*.ff.conv_inverted",
         "transformer_blocks.*.ff.conv_point",
     ),
+    pointwise=("transformer_blocks.*.ff.conv_inverted", "transformer_blocks.*.ff.conv_point"),
     never=(
         ("transformer_blocks.*.ff.conv_depth", "a 3x3 filter per channel is no matrix"),
         ("time_embed.*", "the timestep enters here, in one row, and every token depends on it"),
@@ -51,7 +53,7 @@ POLICY = CardPolicy(
 )
 
 # Read by the text encoder before every prompt (the publisher's text, word for word: the model was trained with it).
-# Its tokens but the last are not shown to the transformer: see ldm.sana.text.
+# Negative prompts have none. Its tokens but the first and the last are not shown to the transformer, see Prompt.
 INSTRUCTION = "\n".join(
     (
         "Given a user prompt, generate an 'Enhanced prompt' that provides detailed visual descriptions suitable for "
@@ -71,6 +73,8 @@ INSTRUCTION = "\n".join(
         "User Prompt: ",
     )
 )
+
+PROMPT = Prompt(clean="lower_strip", instruction=INSTRUCTION, max_length=300, bos=True)
 
 
 def publisher_layout(time_embed: str) -> KeyMap:

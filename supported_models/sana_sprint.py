@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._architecture import Architecture, Defaults, Sampling, Shapes
-from ._sana import GUIDANCE, POLICY, SIGNATURE, publisher_layout, sizes
+from ._sana import GUIDANCE, POLICY, PROMPT, SIGNATURE, publisher_layout, sizes
 
 
 def config_from_shapes(shapes: Shapes) -> dict[str, Any] | None:
@@ -26,15 +26,19 @@ ARCHITECTURE = Architecture(
         "Efficient-Large-Model/Sana_Sprint_1.6B_1024px_diffusers",
     ),
     # cfg 1: one pass. The publisher's guidance of 4.5 is a condition, times guidance_embeds_scale.
-    defaults=Defaults(steps=2, cfg=1.0, sampler="lcm", scheduler="simple", width=1024, height=1024),
+    defaults=Defaults(steps=2, cfg=1.0, sampler="lcm", scheduler="published", width=1024, height=1024),
     signature=(*SIGNATURE, "time_embed.timestep_embedder.linear_1.weight", GUIDANCE),
     config_from_shapes=config_from_shapes,
     module=".ldm.sana.model:SanaTransformer2DModel",
     # TrigFlow is this flow in other coordinates, see ldm.sana.sampling; the network is given sigma itself.
-    sampling=Sampling(prediction="velocity", shift=1.0, multiplier=1.0, sigmas=".ldm.sana.sampling:sprint_sigmas"),
+    sampling=Sampling(
+        prediction="velocity", shift=1.0, multiplier=1.0, sigmas=".ldm.sana.sampling:sprint_sigmas", guidance=4.5
+    ),
+    core_mistake="pixart_sigma",
     latent_format="dc_ae_f32c32",
     text_encoders=("gemma2",),
     autoencoder="dc_ae_f32c32",
+    prompt=PROMPT,
     # As Sana's, of which it is a fine-tune.
     dtypes=("bfloat16", "float32"),
     memory_usage_factor=5.5,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .prompt import Prompt, pad_prompt, prompt_text
+from .prompt import Prompt, encode_text, is_instructed, pad_prompt
 from .tokenizer import Tokenizer
 
 _OPEN, _CLOSE = "\0\2", "\0\1"  # escaped parentheses while the others are being read
@@ -59,17 +59,23 @@ def _groups(text: str) -> list[str]:
     return [*groups, current] if current else groups
 
 
-def weighted_tokens(tokenizer: Tokenizer, prompt: Prompt, pieces: list[tuple[str, float]]) -> list[tuple[int, float]]:
-    """Ids of the whole prompt with the weight of the piece that each comes from; template and padding weigh 1.
+def weighted_tokens(
+    tokenizer: Tokenizer, prompt: Prompt, pieces: list[tuple[str, float]], negative: bool = False
+) -> list[tuple[int, float]]:
+    """Ids of the whole prompt with the weight of the piece that each comes from; template, instruction and padding
+    weigh 1.
 
     The prompt is tokenized as one text, so a weight does not change how words are cut; a token across the edge of two
     pieces counts for the later one.
     """
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(prompt_text(prompt, text), bos=prompt.bos, eos=prompt.eos, max_length=prompt.max_length)
+    whole = "".join(piece for piece, _ in pieces)
+    instructed = is_instructed(prompt, whole, negative)
 
-    ids = encode("".join(piece for piece, _ in pieces))
+    def encode(text: str) -> list[int]:
+        return encode_text(tokenizer, prompt, text, instructed)
+
+    ids = encode(whole)
     weights = [1.0] * len(ids)
     written = ""
     for piece, weight in pieces:

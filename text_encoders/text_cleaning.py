@@ -3,6 +3,7 @@
 "light": repair of the text, HTML entities resolved twice, outer blanks removed (PRXPixel, and PRX on request).
 "full": the cleaner of DeepFloyd IF, made for captions scraped from the web, which PRX was trained with: lower case,
 no addresses, names, file names, long numbers, CJK ideographs or decoration. It damages such text on purpose.
+"lower_strip": lower case without outer blanks, and nothing else (Sana).
 
 The rules are facts about published pipelines; tests compare with diffusers' `TextPreprocessor`.
 """
@@ -189,4 +190,13 @@ def _unchanged(text: str) -> str:
     return text
 
 
-CLEANERS: dict[str, Callable[[str], str]] = {"none": _unchanged, "light": light, "full": full}
+def lower_strip(text: str) -> str:
+    return text.lower().strip()
+
+
+CLEANERS: dict[str, Callable[[str], str]] = {
+    "none": _unchanged,
+    "light": light,
+    "full": full,
+    "lower_strip": lower_strip,
+}

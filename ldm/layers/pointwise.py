@@ -8,8 +8,8 @@ import torch
 class PointwiseLayers(torch.nn.Module):
     """Base of a module whose children named in ``pointwise`` are linear layers, stored as 1x1 convolutions.
 
-    A checkpoint says [out, in, 1, 1] and so does ``state_dict``; the layer itself holds [out, in] and is given tokens,
-    channels last. A matrix is what hosts quantize and what every processor multiplies fast (bfloat16 convolutions run
+    A checkpoint says [out, in, 1, 1] and so does ``state_dict``, unless the layer is quantized: then it is a matrix
+    there too. The layer itself holds [out, in] and is given tokens, channels last. A matrix is what hosts quantize and what every processor multiplies fast (bfloat16 convolutions run
     at a tenth of the speed of a matrix product on processors without instructions for them).
     """
 
@@ -19,7 +19,8 @@ class PointwiseLayers(torch.nn.Module):
         """As torch's. With ``keep_vars`` the parameters themselves, which are matrices."""
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         for key in () if keep_vars else self._weights(prefix):
-            if key in state and state[key].ndim == 2:
+            quantized = key.removesuffix("weight") + "comfy_quant" in state
+            if key in state and state[key].ndim == 2 and not quantized:
                 state[key] = state[key][:, :, None, None]
         return state
 

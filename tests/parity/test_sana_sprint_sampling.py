@@ -11,10 +11,11 @@ import pytest
 import torch
 from support import golden_cases, rel_err
 
-from nativedit.ldm.sana import sampling, text
+from nativedit.ldm.sana import sampling
 from nativedit.ldm.sana.model import SanaTransformer2DModel
 from nativedit.supported_models import get_architecture
 from nativedit.supported_models._sana import INSTRUCTION
+from nativedit.text_encoders.prompt import seen_positions
 
 diffusers = pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -176,5 +177,6 @@ def test_positions_that_are_seen_are_the_pipelines(words):
         prompt, False, device=torch.device("cpu"), complex_human_instruction=INSTRUCTION.split("\n")
     )
     expected = states[0, :, 0][mask[0].bool()].long().tolist()
-    length = len(tokenizer.encode(INSTRUCTION + prompt))
-    assert text.seen_positions(len(tokenizer.encode(INSTRUCTION)), length) == expected
+    instruction = tokenizer.encode(INSTRUCTION)
+    ids = tokenizer.encode(INSTRUCTION + prompt)[: len(instruction) + 298]
+    assert seen_positions(instruction, ids) == expected
