@@ -222,8 +222,21 @@ def _decide_one(base: Decision, policy: Policy, stacks: Mapping[str, list[int]],
         return base.kept(f"its dtype is {base.dtype}")
     problem = FORMATS[recipe.format].problem(shape, recipe, kind)
     if problem is not None:
-        return base.kept(problem)
+        instead = _alternative(layer, shape, kind, recipe, card)
+        if instead is None:
+            return base.kept(problem)
+        recipe, why = instead, f"{why}; as {instead}, because {problem}"
     return replace(base, recipe=recipe, why=why)
+
+
+def _alternative(layer: str, shape: tuple[int, ...], kind: str, recipe: Recipe, card: CardPolicy) -> Recipe | None:
+    """What the card has for a layer that can't be stored as asked, as far as that fits."""
+    for pattern, asked, instead in card.alternatives:
+        if asked == recipe.format and matches(pattern, layer):
+            found = replace(parse_recipe(instead), full_precision=recipe.full_precision)
+            if FORMATS[found.format].problem(shape, found, kind) is None:
+                return found
+    return None
 
 
 def _by_card_or_position(

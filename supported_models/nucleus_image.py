@@ -148,6 +148,17 @@ ARCHITECTURE = Architecture(
             ("norm_out.linear", "modulation of the output"),
             ("proj_out", "the last layer, straight into the latent"),
         ),
+        # 1344 input features are 21 * 64: a rotation over 256 of them does not exist. ComfyUI 0.33 forgets that an int8
+        # bank is rotated, and has no bank in asym_w4a8_int8.
+        alternatives=(
+            (_BLOCK + "img_mlp.experts.*", "int8_tensorwise", "int8_tensorwise:scale=row"),
+            (_BLOCK + "img_mlp.experts.*", "asym_w4a8_int8", "int8_tensorwise:scale=row"),
+            (_BLOCK + "img_mlp.experts.down_proj", "convrot_w4a4", "convrot_w4a4:convrot=64"),
+            *(
+                (_BLOCK + "img_mlp.shared_expert.net.2", name, f"{name}:convrot=64")
+                for name in ("int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8")
+            ),
+        ),
     ),
     layouts=PUBLISHED_LAYOUTS,
     files={

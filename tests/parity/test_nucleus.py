@@ -461,3 +461,32 @@ def test_quantization_takes_the_experts_and_keeps_the_router():
     assert len(chosen) == 32 * 6 + 3 * 2 + 29 * 4
     share = sum(state[layer + ".weight"].numel() for layer in chosen) / sum(value.numel() for value in state.values())
     assert share > 0.94
+
+
+def full_size_decisions(name):
+    from nativedit.quant.formats import parse_recipe
+    from nativedit.quant.policy import Policy, decide
+
+    state = NucleusMoEImageTransformer2DModel(**PUBLISHED, device="meta").state_dict()
+    tensors = {key: ("BF16", tuple(value.shape), 2 * value.numel()) for key, value in state.items()}
+    return tensors, decide(tensors, Policy(parse_recipe(name), card=CARD.quantization))
+
+
+@pytest.mark.parametrize(
+    ("name", "bank", "down"),
+    [
+        ("int8_convrot", "int8_tensorwise:scale=row", "int8_tensorwise:convrot=64"),
+        ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn"),
+        ("mxfp8", "mxfp8", "mxfp8"),
+        ("nvfp4", "nvfp4", "nvfp4"),
+        ("convrot_w4a4", "convrot_w4a4:convrot=64", "convrot_w4a4:convrot=64"),
+        ("asym_w4a8_int8", "int8_tensorwise:scale=row", "asym_w4a8_int8:convrot=64,group=16,codebook=yes"),
+    ],
+)
+def test_every_format_takes_all_experts_as_core_can_multiply_them(name, bank, down):
+    """1344 input features don't divide by 256, and ComfyUI's int8 banks lose their rotation."""
+    _, decisions = full_size_decisions(name)
+    found = {decision.layer: str(decision.recipe) for decision in decisions if decision.recipe}
+    assert len(found) == 32 * 6 + 3 * 2 + 29 * 4
+    assert found["transformer_blocks.3.img_mlp.experts.down_proj"] == bank
+    assert found["transformer_blocks.3.img_mlp.shared_expert.net.2"] == down
