@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import comfy.model_management
@@ -15,12 +15,13 @@ import torch
 from ..checkpoints import load as checkpoints
 from ..checkpoints.kinds import CHECKPOINT, DIFFUSION_MODEL, TEXT_ENCODER, kind_of, wrong_slot
 from ..checkpoints.opened import open_checkpoint
-from ..checkpoints.transform import is_format
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
-from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, Graph, Pictured, Saved
+from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, Graph, Pictured, Sampled, Saved
+from ..quant.formats import is_format
 from ..quant.reader import canonical_state_dict
-from . import detection, quantize, reports, save, text_encoders
+from . import detection, patch_guidance, quantize, reports, sample, save, text_encoders, vae
+from .clip import PromptTokenizer
 from .hooks import loading
 from .model import NativeDiTModel
 from .quantized import unknown_format
@@ -65,6 +66,14 @@ class ComfyUIHost:
         clip.patcher.cached_patcher_init = (_load_clip_patcher, (path, wanted, _dtype(precision)))
         return clip
 
+    def encode_negative_prompt(self, clip: Any, text: str) -> Any:
+        options = {"negative": True} if isinstance(clip.tokenizer, PromptTokenizer) else {}
+        return clip.encode_from_tokens_scheduled(clip.tokenize(text, **options))
+
+    def load_vae(self, file: str, *, precision: str = AUTO) -> Any:
+        path = None if file == vae.PIXEL_SPACE else folder_paths.get_full_path_or_raise("vae", file)
+        return vae.load_vae(path, None if precision == AUTO else parse_dtype(precision))
+
     def empty_latent(self, model: Any, *, width: int, height: int, batch_size: int) -> dict[str, Any]:
         latent = model.get_model_object("latent_format")
         compression = getattr(latent, "spacial_downscale_ratio", 8)  # ComfyUI 0.8 has no such attribute
@@ -83,6 +92,27 @@ class ComfyUIHost:
             shape.insert(2, 1)
         samples = torch.zeros(shape, device=comfy.model_management.intermediate_device())
         return {"samples": samples, "downscale_ratio_spacial": compression}
+
+    def samplers(self) -> list[str]:
+        return sample.samplers()
+
+    def schedulers(self) -> list[str]:
+        return sample.schedulers()
+
+    def sample(self, model: Any, positive: Any, negative: Any, latent: dict[str, Any], **settings: Any) -> Sampled:
+        return sample.sample(model, positive, negative, latent, **settings)
+
+    def set_model_sampling(self, model: Any, *, shift: float = 0.0, latent: dict[str, Any] | None = None) -> Any:
+        return sample.set_model_sampling(model, shift, latent)
+
+    def set_conditions(self, conditioning: Any, values: Mapping[str, Any]) -> Any:
+        return sample.set_conditions(conditioning, values)
+
+    def set_adaptive_projected_guidance(self, model: Any, *, limit: float) -> Any:
+        return sample.set_adaptive_projected_guidance(model, limit)
+
+    def set_patch_renormalized_guidance(self, model: Any, *, patch_size: int) -> Any:
+        return patch_guidance.set_patch_renormalized_guidance(model, patch_size)
 
     def quantize_model(self, model: Any, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Any:
         return quantize.quantize_model(model, precision, quantize.policy_of(policy), keep)

@@ -22,7 +22,7 @@ from ..files.errors import FileError
 from ..files.memory import Lazy, TensorSource
 from ..quant.errors import QuantError
 from ..quant.formats import Recipe
-from ..quant.markers import MARKER
+from ..quant.markers import MARKER, RECORD_KEY, Record, parse_marker
 from ..quant.reader import read_quantized
 from .quantized import stored_tensor
 
@@ -49,8 +49,33 @@ def diffusion_weights(patcher: Any, title: str = "the model in the graph") -> We
     layers = {named[f"{layer}.weight"].removesuffix(".weight"): recipe for layer, recipe in requantize.items()}
     start = SAVED_PREFIX if _may_lose_prefix({*renamed, *constants}) else ""
     tensors = {key.removeprefix(start): value for key, value in {**renamed, **constants}.items()}
-    source = TensorSource(title, tensors, header_of(patcher))
+    shapes = {
+        named[key].removeprefix(start).removesuffix(".weight"): shape
+        for key, shape in _true_shapes(patcher, "diffusion_model.", entries).items()
+        if key in named
+    }
+    source = TensorSource(title, tensors, {**header_of(patcher), **_noted(tensors, shapes)})
     return Weights(source, {layer.removeprefix(start): recipe for layer, recipe in layers.items()})
+
+
+def _true_shapes(patcher: Any, prefix: str, entries: Entries) -> dict[str, tuple[int, ...]]:
+    """Of quantized weights that are stored as they are: their codes may be packed or padded."""
+    shapes = {}
+    for key in entries:
+        layer, _, name = key.rpartition(".")
+        if name == "weight" and f"{layer}.{MARKER}" in entries:
+            shapes[key] = tuple(comfy.model_patcher.get_key_weight(patcher.model, prefix + key)[0].shape)
+    return shapes
+
+
+def _noted(tensors: Entries, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The true shapes in the form in which our own files have them."""
+    layers = {}
+    for layer, shape in shapes.items():
+        marker = parse_marker(tensors[f"{layer}.{MARKER}"].cpu().numpy().tobytes())
+        if marker is not None:
+            layers[layer] = {"marker": marker, "shape": list(shape), "crc32": "0" * 8}
+    return {RECORD_KEY: Record(layers=layers).encode()} if layers else {}
 
 
 def patched_entries(patcher: Any, prefix: str = "") -> tuple[Entries, dict[str, Recipe]]:
@@ -62,7 +87,7 @@ def patched_entries(patcher: Any, prefix: str = "") -> tuple[Entries, dict[str, 
     requantize: dict[str, Recipe] = {}
     for key in [key for key in entries if key.rpartition(".")[2] not in ("", MARKER)]:
         full = prefix + key
-        patched, backup = full in patcher.patches, _backup(patcher, full)
+        patched, backup = _is_patched(patcher, full), _backup(patcher, full)
         if not patched and backup is None:
             continue
         weight, _, convert = comfy.model_patcher.get_key_weight(model, full)
@@ -82,6 +107,11 @@ def patched_entries(patcher: Any, prefix: str = "") -> tuple[Entries, dict[str, 
         entries[key] = _lazy(patcher, full, weight, convert, extra["pre_quant_scale"])
         requantize[layer] = recipe
     return entries, requantize
+
+
+def _is_patched(patcher: Any, key: str) -> bool:
+    """Whether patches change the weight: those of strength 0 do not, and rounding it anew for them would."""
+    return any(strength != 0 or strength_model != 1 for strength, _, strength_model, *_ in patcher.patches.get(key, ()))
 
 
 def _backup(patcher: Any, key: str) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from ..files.dtypes import torch_dtype
 from ..files.errors import FileError
 from ..files.memory import Lazy, MemoryWriter, TensorSource
 from ..files.source import Source
-from ..quant.formats import ALIASES, FORMATS, Recipe
+from ..quant.formats import Recipe, is_format
 from ..quant.stream import Meter, Writing, run_tasks
 from ..quant.transform import Plan, plan_quantization, plan_storage
 from ..supported_models import Match, Shapes, find_architecture
@@ -22,17 +22,9 @@ from .moves import Move
 from .opened import Checkpoint, checkpoint_of
 from .quantize import GENERIC, identity
 
-__all__ = ["CARD", "FORMAT_NAMES", "GENERIC", "comfy_layout", "is_format", "part_of", "plan"]
+__all__ = ["CARD", "GENERIC", "comfy_layout", "part_of", "plan"]
 
 CARD = "card"
-# In the order in which people are offered them: the safest first.
-FORMAT_NAMES = ("int8_convrot", "int8_tensorwise", "float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4", "convrot_w4a4",
-                "asym_w4a8_int8")  # fmt: skip
-
-
-def is_format(precision: str) -> bool:
-    """Whether this is a quantization format, not a plain number format."""
-    return precision.partition(":")[0] in (*FORMATS, *ALIASES)
 
 
 def plan(

@@ -2,9 +2,14 @@
 
 from .checkpoint_reports import NativeDiTCompareModels, NativeDiTInspectCheckpoint, NativeDiTRepairCheckpoint
 from .empty_latent import NativeDiTEmptyLatent
+from .guidance import NativeDiTAdaptiveProjectedGuidance, NativeDiTSizeConditions
 from .load_diffusion_model import NativeDiTLoadDiffusionModel
 from .load_text_encoder import NativeDiTLoadTextEncoder
+from .load_vae import NativeDiTLoadVAE
+from .negative_prompt import NativeDiTNegativePrompt
+from .patch_guidance import NativeDiTPatchRenormalizedGuidance
 from .quantize_model import NativeDiTQuantizeModel
+from .sample import NativeDiTModelSampling, NativeDiTSample
 from .save_models import NativeDiTSaveDiffusionModel, NativeDiTSaveTextEncoder, NativeDiTSaveVAE
 
 NODES = [
@@ -18,4 +23,11 @@ NODES = [
     NativeDiTInspectCheckpoint,
     NativeDiTRepairCheckpoint,
     NativeDiTCompareModels,
+    NativeDiTLoadVAE,
+    NativeDiTNegativePrompt,
+    NativeDiTSample,
+    NativeDiTModelSampling,
+    NativeDiTSizeConditions,
+    NativeDiTAdaptiveProjectedGuidance,
+    NativeDiTPatchRenormalizedGuidance,
 ]

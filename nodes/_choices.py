@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoints.transform import FORMAT_NAMES
 from ..host import AS_STORED, CARD, GENERIC, POLICY_FOLDER, current_host
+from ..quant.formats import OFFERED
 from .io import io
 
 FLOATS = ["bfloat16", "float16", "float32"]
-PRECISIONS = [AS_STORED, *FLOATS, *FORMAT_NAMES]
+PRECISIONS = [AS_STORED, *FLOATS, *OFFERED]
 FOLDERS = ("diffusion_models", "text_encoders", "vae", "checkpoints")
 POLICY_HELP = (
     "Which layers are quantized. card: the rules of this architecture, or generic ones for one that NativeDiT does not "

@@ -2,8 +2,8 @@
 
 import copy
 
-from ..checkpoints.transform import is_format
 from ..host import AS_STORED, AUTO, CARD, current_host
+from ..quant.formats import is_format
 from ..supported_models import architectures
 from ._choices import PRECISIONS, policy_input
 from .io import io

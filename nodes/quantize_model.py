@@ -2,8 +2,8 @@
 
 import re
 
-from ..checkpoints.transform import FORMAT_NAMES
 from ..host import CARD, current_host
+from ..quant.formats import OFFERED
 from ._choices import policy_input
 from .io import io
 
@@ -21,8 +21,8 @@ class NativeDiTQuantizeModel(io.ComfyNode):
                 io.Model.Input("model", tooltip="The model to quantize, with its LoRA and merges."),
                 io.Combo.Input(
                     "format",
-                    options=list(FORMAT_NAMES),
-                    default=FORMAT_NAMES[0],
+                    options=list(OFFERED),
+                    default=OFFERED[0],
                     tooltip="How weights are stored. int8_convrot keeps most quality at half of bfloat16's size.",
                 ),
                 policy_input(),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["FORMATS", "Format", "Recipe", "format_named", "parse_recipe", "possible_groups"]
+__all__ = ["FORMATS", "OFFERED", "Format", "Recipe", "format_named", "is_format", "parse_recipe", "possible_groups"]
 
 Shape = tuple[int, ...]
 Entry = tuple[str, Shape]
@@ -295,6 +295,24 @@ FORMATS: dict[str, Format] = {
 ALIASES: dict[str, Recipe] = {
     "int8_convrot": Recipe("int8_tensorwise", row_scales=True, convrot_groupsize=256),
 }
+
+# What people are offered, the safest first.
+OFFERED = (
+    "int8_convrot",
+    "int8_tensorwise",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "mxfp8",
+    "nvfp4",
+    "convrot_w4a4",
+    "asym_w4a8_int8",
+)
+
+
+def is_format(name: str) -> bool:
+    """Whether this word (switches may follow it) is a quantization format, not a plain number format."""
+    return name.partition(":")[0] in (*FORMATS, *ALIASES)
+
 
 _SWITCH = re.compile(r"(scale|convrot|group|codebook|linear)=(\w+)")
 

@@ -5,6 +5,7 @@ The same pieces in the same order as `convert.quantize`, so the bytes are those 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
@@ -24,7 +25,7 @@ from .errors import QuantError
 from .formats import FORMATS, Recipe
 from .kitchen import layout_of
 from .layer import Layer
-from .markers import RECORD_KEY, Record
+from .markers import RECORD_KEY, Record, checksum
 from .output import Assembly
 from .policy import PREFIXES, CardPolicy, Decision, Policy, matches
 from .reader import QuantizedFile, read_quantized, settle_conflicts
@@ -36,26 +37,28 @@ __all__ = ["Plan", "plan_quantization", "plan_storage"]
 
 @dataclass
 class Plan:
-    """What is to be done with a source, before a weight is read. ``report`` says what was decided, layer by layer."""
+    """What is to be done with a source, before a weight is read. ``report`` says what was decided, layer by layer;
+    ``records`` is what is noted of every quantized layer, ``kept`` those of them that are copied, by their weight."""
 
     source: Source
     assembly: Assembly
     records: dict[str, dict[str, Any]]
     report: QuantizationReport
     record: Record = field(default_factory=Record)
+    kept: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def changes_nothing(self) -> bool:
         """Whether the result would have the source's own tensors, byte for byte."""
         found = {name: (dtype, shape) for name, dtype, shape in self.assembly.entries}
         stored = {name: (info.dtype, info.shape) for name, info in self.source.tensors.items()}
-        return not self.records and found == stored
+        return len(self.records) == len(self.kept) and found == stored
 
     def tensors(self, progress: Progress | None = None) -> dict[str, torch.Tensor]:
         """The result in memory. Besides it, some pieces of the source are held: a few hundred MB at most."""
         started = time.monotonic()
         memory = MemoryWriter(self.assembly.entries)
-        with Writing(memory) as writing:
+        with Summing(memory, self.kept) as writing:
             run_tasks(self.assembly.tasks(writing), Meter(self.assembly.read_bytes, progress))
         self._done(started)
         return memory.tensors
@@ -69,7 +72,7 @@ class Plan:
         started = time.monotonic()
         entries, sources = self.assembly.entries, [*self.source.paths, self.source.path]
         with SafetensorsWriter(destination, entries, self.header(metadata), sources=sources) as writer:
-            with Writing(writer) as writing:
+            with Summing(writer, self.kept) as writing:
                 run_tasks(self.assembly.tasks(writing), Meter(self.assembly.read_bytes, progress))
             writer.replace_metadata(self.header(metadata))
         self.report.destination = os.fspath(destination)
@@ -84,6 +87,24 @@ class Plan:
     def _done(self, started: float) -> None:
         self.report.written = True
         self.report.seconds = time.monotonic() - started
+
+
+class Summing(Writing):
+    """Notes the checksum of weights whose bytes pass by on the way from the source."""
+
+    def __init__(self, writer: Any, records: Mapping[str, dict[str, Any]]):
+        super().__init__(writer)
+        self._records = records
+        self._sums = dict.fromkeys(records, 0)
+
+    def put(self, name: str, tensor: torch.Tensor, offset: int = 0, then: Any = None) -> None:
+        if then is None and name in self._records:
+            then = functools.partial(self._add, name)
+        super().put(name, tensor, offset, then)
+
+    def _add(self, name: str, data: memoryview) -> None:
+        self._sums[name] = checksum(data, self._sums[name])
+        self._records[name]["crc32"] = f"{self._sums[name]:08x}"
 
 
 def plan_quantization(
@@ -143,7 +164,9 @@ def plan_storage(
     if dtype is not None:
         return _plan_cast(source, found, layers, parse_dtype(dtype), tuple(keep_float32))
     decisions = [_exact_decision(source, name, recipe) for name, recipe in (requantize or {}).items()]
-    return _plan(source, found, layers, decisions, "as stored", "as stored", device)
+    recipes = [str(recipe) for recipe in (requantize or {}).values()] + [str(layer.recipe) for layer in layers.values()]
+    stored = max(recipes, key=recipes.count) if recipes else "as stored"
+    return _plan(source, found, layers, decisions, stored, "as stored", device)
 
 
 def _settled(source: Source) -> QuantizedFile:
@@ -181,10 +204,16 @@ def _exact_decision(source: Source, name: str, recipe: Recipe) -> Decision:
 def _plan(source, found, layers, decisions, format: str, policy: str, device) -> Plan:
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     assemblies, records = assemble(source, "one.safetensors", found, layers, decisions, target)
+    kept = {
+        f"{layer.name}.weight": {"marker": layer.marker(), "shape": list(layer.shape), "crc32": "0" * 8}
+        for layer in layers.values()
+        if layer.exact and layer.name not in records
+    }
+    records.update({name.removesuffix(".weight"): entry for name, entry in kept.items()})
     before = sum(info.nbytes for info in source.tensors.values())
     report = QuantizationReport(source.path, "", format, decisions, before, entry_bytes(assemblies[0]))
     identity = {"name": os.path.basename(source.path), "size": before}
-    return Plan(source, assemblies[0], records, report, Record(format, policy, identity, records))
+    return Plan(source, assemblies[0], records, report, Record(format, policy, identity, records), kept)
 
 
 def _plan_cast(
