@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-AUTO = "auto"
+from .supported_models import AUTO, Settings
+
 AS_STORED = "as stored"
 CARD = "card"
 GENERIC = "generic"
@@ -20,11 +21,12 @@ POLICY_FOLDER = "quantization_policies"
 
 @dataclass(frozen=True)
 class Graph:
-    """What a save node knows of the graph that it is part of: the prompt, and more that belongs into a file's header
-    (the workflow as drawn)."""
+    """What a node knows of the graph that it is part of: the prompt, more that belongs into a file's header (the
+    workflow as drawn), and its own id there."""
 
     prompt: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] | None = None
+    node_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,14 @@ class Pictured:
 
     text: str
     image: Any
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A sampled LATENT, and the settings it was made with, all of them decided."""
+
+    latent: dict[str, Any]
+    settings: Settings
 
 
 class Host(Protocol):
@@ -66,9 +76,54 @@ class Host(Protocol):
     def load_text_encoder(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
         """A CLIP that encodes prompts the way ``architecture`` was trained with."""
 
+    def encode_negative_prompt(self, clip: Any, text: str) -> Any:
+        """A CONDITIONING of what a picture shall not show, as the model's publisher encodes it."""
+
+    def load_vae(self, file: str, *, precision: str = AUTO) -> Any:
+        """A VAE. file: in models/vae, or "pixel_space" for models that work on pixels; precision: dtype of weights and
+        computation, "auto" = the host's choice."""
+
     def empty_latent(self, model: Any, *, width: int, height: int, batch_size: int) -> dict[str, Any]:
         """A LATENT of zeros, with the channels and the compression of ``model``. width, height: in pixels of the
         finished picture, 0 = the model's own default. Raises ValueError on a size the model's patches don't divide."""
+
+    def samplers(self) -> list[str]:
+        """Names of the samplers that ``sample`` knows."""
+
+    def schedulers(self) -> list[str]:
+        """Names of the schedules that ``sample`` knows."""
+
+    def sample(
+        self,
+        model: Any,
+        positive: Any,
+        negative: Any,
+        latent: dict[str, Any],
+        *,
+        seed: int,
+        steps: int = 0,
+        cfg: float = -1.0,
+        sampler: str = AUTO,
+        scheduler: str = AUTO,
+        shift: float = 0.0,
+        denoise: float = 1.0,
+        graph: Graph,
+    ) -> Sampled:
+        """Sample a LATENT; steps 0, cfg below 0, "auto" and shift 0 mean what the model's card says. Raises ValueError
+        where something is left open for a model without a card."""
+
+    def set_model_sampling(self, model: Any, *, shift: float = 0.0, latent: dict[str, Any] | None = None) -> Any:
+        """A MODEL with this time shift; 0: that of ``latent``'s size, or of the model's default size."""
+
+    def set_conditions(self, conditioning: Any, values: Mapping[str, Any]) -> Any:
+        """A CONDITIONING that carries ``values`` beside its prompts, for models that ask for them by name."""
+
+    def set_adaptive_projected_guidance(self, model: Any, *, limit: float) -> Any:
+        """A MODEL guided without the part of the guidance that points along the prediction."""
+
+    def set_patch_renormalized_guidance(self, model: Any, *, patch_size: int) -> Any:
+        """A MODEL whose guided prediction has, patch by patch, the length of the unguided one. patch_size: in latent
+        pixels."""
 
     def quantize_model(self, model: Any, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Any:
         """A MODEL with quantized weights, its patches baked; ``model`` stays as it is. keep: globs over layer names."""

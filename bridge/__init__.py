@@ -56,6 +56,14 @@ def _install() -> None:
         from . import lora
 
         lora.install()
+    with guarded("the shift by the latent's size"):
+        from . import sample
+
+        sample.install()
+    with guarded("the publishers' schedules"):
+        from . import schedules
+
+        schedules.install()
     with guarded("the demo model"):
         from . import folders
 

@@ -159,7 +159,9 @@ class TextEncoderModel(torch.nn.Module):
         return self.prompt.layers if self.layer is None else (self.layer,)
 
     def _states(self, ids: torch.Tensor) -> torch.Tensor:
-        _, states = self.language_model(ids, layers=self._layers(), compute_dtype=torch.float32)
+        _, states = self.language_model(
+            ids, layers=self._layers(), normed=self.prompt.normed, compute_dtype=torch.float32
+        )
         return torch.cat(states, dim=-1)
 
     def memory_estimation_function(self, token_weight_pairs, device=None) -> int:

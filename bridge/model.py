@@ -11,12 +11,17 @@ import torch.nn.functional as F
 from ..files.errors import FileError
 from ..supported_models import Architecture
 from .config import constructor_arguments
+from .experts import with_banks
 from .hooks import current_file
 from .quantized import check_weights
 from .sampling import keep_prediction, reference_timestep
 
 
 class NativeDiTModel(comfy.model_base.BaseModel):
+    """nativedit_file: the path its weights are from, whose name tells variants apart; None = unknown."""
+
+    nativedit_file: str | None = None
+
     def __init__(self, model_config, device=None):
         super().__init__(
             model_config,
@@ -49,11 +54,6 @@ class NativeDiTModel(comfy.model_base.BaseModel):
             joined = max(context.shape[1] - mask.shape[1], 0)  # Conditioning (Concat) adds tokens without a mask
             mask = F.pad(mask.to(torch.int64), (0, joined), value=1)[:, : context.shape[1]]
             out["attention_mask"] = comfy.conds.CONDRegular(mask)  # integers: ComfyUI turns booleans into floats
-        return out
-
-    def load_model_weights(self, sd, unet_prefix="", *args, **kwargs):
-        own = {key[len(unet_prefix) :]: value for key, value in sd.items() if key.startswith(unet_prefix)}
-        check_weights(
         scale = self.model_config.card.sampling.guidance
         if scale is not None:
             scale = kwargs.get("guidance", scale)  # ComfyUI's FluxGuidance node sets it
@@ -62,6 +62,12 @@ class NativeDiTModel(comfy.model_base.BaseModel):
         for name in self.model_config.card.conditions:
             if kwargs.get(name) is not None:
                 out[name] = comfy.conds.CONDRegular(torch.tensor([kwargs[name]], dtype=torch.int64))
+        return out
+
+    def load_model_weights(self, sd, unet_prefix="", *args, **kwargs):
+        self.nativedit_file = current_file()
+        own = {key[len(unet_prefix) :]: value for key, value in sd.items() if key.startswith(unet_prefix)}
+        check_weights(
             current_file() or f"this {self.model_config.card.title} model",
             expected_shapes(self.model_config.card, self.model_config.unet_config),
             self.model_config.process_unet_state_dict(own),
@@ -73,10 +79,11 @@ class NativeDiTModel(comfy.model_base.BaseModel):
 def build(card: Architecture, config: dict) -> torch.nn.Module:
     """The card's module from ComfyUI's ``unet_config`` and the device, dtype and operations it adds."""
     factory = {key: config.get(key) for key in ("device", "dtype")}
+    operations = config.get("operations") or torch.nn
+    if card.quantization is not None and card.quantization.banks and operations is not torch.nn:
+        operations = with_banks(operations)
     try:
-        return card.module_class()(
-            **constructor_arguments(card, config), **factory, operations=config.get("operations") or torch.nn
-        )
+        return card.module_class()(**constructor_arguments(card, config), **factory, operations=operations)
     except (TypeError, ValueError) as error:
         path = current_file() or f"this {card.title} model"
         raise FileError(path, f"its configuration does not fit {card.title}: {error}") from error

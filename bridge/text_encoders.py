@@ -6,17 +6,19 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import comfy.sd
 import comfy.supported_models_base
+import comfy.text_encoders
 import comfy.utils
 import torch
 
 from ..checkpoints.stored_config import TEXT_ENCODER_CONFIG
 from ..files.errors import FileError
 from ..files.header import read_header
-from ..supported_models import Architecture, architectures, get_architecture
+from ..supported_models import Architecture, architectures, get_architecture, import_dotted
 from ..text_encoders.families import TextEncoder, find_text_encoder
 from ..text_encoders.prompt import Prompt, instruction_ids
 from ..text_encoders.tokenizer import (
@@ -46,6 +48,7 @@ _CORE_IS_RIGHT = {
     },
     "gemma2": {"GEMMA_2_2B": (2304,)},
     "t5gemma": {"T5_GEMMA": (768,)},
+    "t5xxl": {"T5_XXL": (4096,), "T5_XL": (2048,), "T5_BASE": (768,)},
 }
 # ComfyUI's own loaders of these read no tokenizer from the file: a file with one was written for us.
 _TOKENIZER_MEANS_OURS = ("qwen3", "qwen3_vl")
@@ -175,7 +178,7 @@ def build_clip(
 
 def target(found: Recognised, state_dict: Mapping[str, torch.Tensor], path: str, prefix: str = ""):
     """ComfyUI's ClipTarget: how to make tokenizer and model. prefix: of the tokenizer's tensors."""
-    tokenizer = Tokenizer.find(state_dict, path, prefix)
+    tokenizer = _tokenizer(found, state_dict, path, prefix)
     tokenizer.check_vocabulary(found.config["vocab_size"], path)
     make_tokenizer = functools.partial(
         PromptTokenizer,
@@ -193,25 +196,37 @@ def target(found: Recognised, state_dict: Mapping[str, torch.Tensor], path: str,
         "pad_id": tokenizer.pad_id,
         "path": path,
         "quantized": bool(layer_formats(state_dict)),
+        "instruction": instruction_ids(tokenizer, found.prompt),
     }
     return clip_target
 
-        "instruction": instruction_ids(tokenizer, found.prompt),
+
+def _tokenizer(found: Recognised, state_dict: Mapping[str, torch.Tensor], path: str, prefix: str) -> Tokenizer:
+    """The file's, the one beside it, or the one that ComfyUI itself brings for this family."""
+    try:
+        return Tokenizer.find(state_dict, path, prefix)
+    except MissingTokenizer:
+        if found.family.name != "t5xxl":
+            raise
+        brought = Tokenizer.from_path(Path(comfy.text_encoders.__path__[0]) / "t5_tokenizer")
+        if brought is None:
+            raise
+        return brought
+
 
 def _travelling_config(found: Recognised, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The configuration as a tensor, where a saved file's keys and shapes would be read differently."""
     weights = {key: value for key, value in state_dict.items() if not key.endswith(TEXT_ENCODER_CONFIG)}
     again = recognise(weights)
-    if again is not None and again.family is found.family and _same(again.config, found.config):
+    if again is not None and again.family is found.family and _same(again.family, again.config, found.config):
         return {}
     text = json.dumps({"text_encoder": {"family": found.family.name, **found.config}})
     return {TEXT_ENCODER_CONFIG: bytes_tensor(text.encode())}
 
 
-def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    from ..text_encoders.language_model_config import LanguageModelConfig
-
-    return LanguageModelConfig(**first) == LanguageModelConfig(**second)
+def _same(family: TextEncoder, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    options = import_dotted(family.config)
+    return options(**first) == options(**second)
 
 
 def storage_dtype(state_dict: Mapping[str, torch.Tensor]) -> torch.dtype:

@@ -9,20 +9,50 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
 import comfy.sd
+import comfy.utils
 import torch
 
 from ..autoencoders import Autoencoder, AutoencoderMatch, find_autoencoder, fit_shape
+from ..checkpoints.kinds import AUTOENCODER, UNKNOWN, kind_of, wrong_slot
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
+from ..files.source import open_source
 from ..latent_formats import get_latent_format
 from ..supported_models import import_dotted
-from .hooks import current_file, guarded, log, wrap_once
+from .hooks import current_file, guarded, loading, log, wrap_once
 from .quantized import check_weights, unknown_format
 
 # By this entry ComfyUI makes its pixel "autoencoder": every attribute that its version has, and almost no weights.
 SHELL = "pixel_space_vae"
 # ComfyUI's own numbers for FLUX.1's autoencoder: bytes per pixel, byte of dtype and channel of the widest tensor.
 ENCODE_FACTOR, DECODE_FACTOR = 1767 / 128, 2178 / 256
+
+
+# By which ComfyUI's own loader offers the pixel "autoencoder".
+PIXEL_SPACE = "pixel_space"
+
+
+def load_vae(path: str | None, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+    """ComfyUI's VAE of a file, ours or core's; path None: the pixel one. Raises FileError that says what the file is
+    instead."""
+    if path is None:
+        return comfy.sd.VAE(sd={SHELL: torch.tensor(1.0)}, device=device, dtype=dtype)
+    if path.endswith((".safetensors", ".sft")):
+        with open_source(path) as source:
+            kind = kind_of(source.shapes())
+        if kind not in (AUTOENCODER, UNKNOWN):  # ComfyUI knows more autoencoders than we can name
+            raise FileError(path, wrong_slot(kind, AUTOENCODER))
+    state_dict, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
+    with loading(path):
+        vae = comfy.sd.VAE(sd=state_dict, device=device, dtype=dtype, metadata=metadata)
+    vae.throw_exception_if_invalid()
+    vae.patcher.cached_patcher_init = (_load_patcher, (path, dtype, device))
+    return vae
+
+
+def _load_patcher(path: str, dtype: torch.dtype | None, device: Any, disable_dynamic: bool = False) -> Any:
+    """For ComfyUI's nodes that put a copy on another device. disable_dynamic: VAE() has no such choice."""
+    return load_vae(path, dtype, device).patcher
 
 
 def install() -> None:
@@ -84,26 +114,6 @@ def fill(vae: Any, found: AutoencoderMatch, state_dict: Mapping[str, torch.Tenso
     vae.first_stage_model.load_state_dict(weights, strict=False, **assign)
     vae.size = None
     vae.model_size()
-
-
-def _describe(vae: Any, kind: Autoencoder, config: Mapping[str, Any]) -> None:
-    vae.downscale_ratio = vae.upscale_ratio = kind.compression
-    vae.latent_channels, vae.latent_dim, vae.output_channels = kind.latent_channels, 2, 3
-    vae.working_dtypes = [parse_dtype(dtype) for dtype in kind.dtypes]
-    vae.disable_offload = False  # the shell's weights are nothing worth offloading, these are
-    encoder = config.get("encoder_block_out_channels") or config["block_out_channels"]
-    decoder = config.get("decoder_block_out_channels") or config["block_out_channels"]
-    encode = ENCODE_FACTOR * widest(encoder)
-    decode = DECODE_FACTOR * widest(decoder[1:])  # a level first works on what comes up from the one below
-    pixels_per_latent = kind.compression**2
-    size_of = comfy.model_management.dtype_size
-    vae.memory_used_encode = lambda shape, dtype: encode * shape[2] * shape[3] * size_of(dtype)
-    vae.memory_used_decode = lambda shape, dtype: decode * shape[2] * shape[3] * pixels_per_latent * size_of(dtype)
-
-
-def widest(widths: Sequence[int]) -> float:
-    """Channels of the largest tensor, counted at full resolution; every level halves it each way."""
-    return max(width / 4**level for level, width in enumerate(widths))
     vae.__class__ = CheckedVAE  # isinstance holds, and a shallow copy on another device keeps it
 
 
@@ -127,3 +137,23 @@ def check_tiles(compression: int, tile: tuple[int, int], overlap: int) -> None:
         f"be multiples of {2 * compression}, the overlap a multiple of {compression} and less than half a tile; "
         f"{max(8 * compression, 512)} and {2 * compression} are right"
     )
+
+
+def _describe(vae: Any, kind: Autoencoder, config: Mapping[str, Any]) -> None:
+    vae.downscale_ratio = vae.upscale_ratio = kind.compression
+    vae.latent_channels, vae.latent_dim, vae.output_channels = kind.latent_channels, 2, 3
+    vae.working_dtypes = [parse_dtype(dtype) for dtype in kind.dtypes]
+    vae.disable_offload = False  # the shell's weights are nothing worth offloading, these are
+    encoder = config.get("encoder_block_out_channels") or config["block_out_channels"]
+    decoder = config.get("decoder_block_out_channels") or config["block_out_channels"]
+    encode = ENCODE_FACTOR * widest(encoder)
+    decode = DECODE_FACTOR * widest(decoder[1:])  # a level first works on what comes up from the one below
+    pixels_per_latent = kind.compression**2
+    size_of = comfy.model_management.dtype_size
+    vae.memory_used_encode = lambda shape, dtype: encode * shape[2] * shape[3] * size_of(dtype)
+    vae.memory_used_decode = lambda shape, dtype: decode * shape[2] * shape[3] * pixels_per_latent * size_of(dtype)
+
+
+def widest(widths: Sequence[int]) -> float:
+    """Channels of the largest tensor, counted at full resolution; every level halves it each way."""
+    return max(width / 4**level for level, width in enumerate(widths))

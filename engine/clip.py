@@ -29,8 +29,10 @@ class Clip:
         masked unless the card wants it seen. negative: before such prompts some models have no instruction."""
         tokens = self._tokens(text, negative)
         if not tokens:
-            width = self.encoder.model.config.hidden_size * len(self.architecture.prompt.layers)
-            return torch.zeros(1, 1, width), {"attention_mask": torch.zeros(1, 1, dtype=torch.long)}
+            prompt = self.architecture.prompt
+            width = self.encoder.model.config.hidden_size * len(prompt.layers)
+            seen = torch.full((1, 1), int(prompt.empty == "zeros"))
+            return torch.zeros(1, 1, width), {"attention_mask": seen}
         ids = torch.tensor([[token for token, _ in tokens]], device=self.device)
         weights = torch.tensor([weight for _, weight in tokens], device=self.device)
         states = self._states(ids)
@@ -50,5 +52,6 @@ class Clip:
         return [(token, 1.0) for token in tokenize_prompt(tokenizer, prompt, text, negative)]
 
     def _states(self, ids: torch.Tensor) -> torch.Tensor:
-        _, states = self.encoder.model(ids, layers=self.architecture.prompt.layers, compute_dtype=torch.float32)
+        prompt = self.architecture.prompt
+        _, states = self.encoder.model(ids, layers=prompt.layers, normed=prompt.normed, compute_dtype=torch.float32)
         return torch.cat(states, dim=-1)

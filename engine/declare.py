@@ -60,6 +60,11 @@ class _NoFiles:
     def list_files(self, folder: str) -> FileList:
         return FileList((), folder)
 
+    def samplers(self) -> list[str]:
+        return []
+
+    schedulers = samplers
+
 
 @contextmanager
 def _no_files() -> Iterator[None]:

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoints.autoencoder import load_autoencoder
 from ..checkpoints.load import load_diffusion_model, load_text_encoder, recognise
 from ..checkpoints.opened import open_checkpoint
+from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
-from ..host import AS_STORED, AUTO
+from ..host import AS_STORED, AUTO, CARD, Sampled
 from ..latent_formats import get_latent_format
 from ..ldm.layers.operations import CastOps
+from ..quant.formats import is_format
 from ..quant.ops import ComfyUIOps
 from ..supported_models import Architecture, architectures, get_architecture
 from ..text_encoders.families import find_text_encoder
-from .autoencoder import PIXEL_SPACE, NativeAutoencoder, PixelSpace, load_autoencoder
+from . import patch_guidance, settings
+from .autoencoder import PIXEL_SPACE, NativeAutoencoder, PixelSpace
 from .clip import Clip
 from .flow import FlowSampling
 from .lora import LoraFile, apply_lora, diffusion_names, text_encoder_names
 from .model_folders import FileList, ModelFolders
-from .objects import VAE, Model
+from .objects import VAE, Condition, Model
 from .progress import Progress
+from .samplers import SAMPLERS
+from .schedules import SCHEDULES
+from .wan_vae import load_wan_autoencoder
 
 __all__ = ["EngineHost"]
 
@@ -53,11 +61,27 @@ class EngineHost:
         """Where previews go."""
         return self.output_dir / "temp"
 
-    def load_diffusion_model(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Model:
+    def fingerprint(self, folder: str, file: str, policy: str = CARD) -> str:
+        try:
+            state = self.folders.path(folder, file).stat()
+        except (OSError, ValueError):
+            return "missing"
+        return f"{state.st_size}:{state.st_mtime_ns}"
+
+    def load_diffusion_model(
+        self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED, policy: str = CARD
+    ) -> Model:
         path = self.folders.path("diffusion_models", file)
+        if is_format(precision):
+            raise FileError(
+                path,
+                f"can't be quantized to {precision} while the engine loads it; make a file of it first: "
+                f"nativedit quantize {Path(file).name} NEW.safetensors --format {precision}",
+            )
         wanted = None if architecture == AUTO else architecture
         with open_checkpoint(path, component="transformer") as checkpoint:
-            card = recognise(checkpoint, architecture=wanted).architecture
+            match = recognise(checkpoint, architecture=wanted)
+            card = match.architecture.of_config({**match.config, **(checkpoint.source.config or {})})
             nbytes = sum(info.nbytes for info in checkpoint.source.tensors.values())
         if card.module is None:
             problem = f"is {card.title}, which ComfyUI's core runs and the engine does not; run the workflow there"
@@ -98,13 +122,20 @@ class EngineHost:
             )
         return Clip(encoder, card, self.device)
 
-    def load_vae(self, file: str) -> VAE:
-        """A VAE by its name in models/vae, or "pixel_space" for models that work on pixels."""
+    def encode_negative_prompt(self, clip: Clip, text: str) -> list[Condition]:
+        return [clip.encode(text, negative=True)]
+
+    def load_vae(self, file: str, *, precision: str = AUTO) -> VAE:
+        """A VAE by its name in models/vae, or "pixel_space" for models that work on pixels. "auto" is float32."""
         if file == PIXEL_SPACE:
             return PixelSpace()
         path = self.folders.path("vae", file)
-        module, kind = load_autoencoder(path, device=self.device)
-        return NativeAutoencoder(file, module, kind.latent_channels, kind.compression, self.device)
+        dtype = torch.float32 if precision == AUTO else parse_dtype(precision)
+        wan = load_wan_autoencoder(path, device=self.device, dtype=dtype)
+        if wan is not None:
+            return wan
+        module, kind = load_autoencoder(path, device=self.device, operations=CastOps)
+        return NativeAutoencoder(file, module, kind.latent_channels, kind.compression, self.device, dtype)
 
     def apply_lora(
         self, model: Model, clip: Clip | None, file: str, strength_model: float, strength_clip: float
@@ -128,6 +159,31 @@ class EngineHost:
         if lora.unread:
             self.progress.note(f"{file}: {len(lora.unread)} keys were not read, the first: {lora.unread[0]}")
         return model, clip
+
+    def samplers(self) -> list[str]:
+        return list(SAMPLERS)
+
+    def schedulers(self) -> list[str]:
+        return list(SCHEDULES)
+
+    def sample(
+        self, model: Model, positive: list[Condition], negative: list[Condition], latent: dict[str, Any], **options: Any
+    ) -> Sampled:
+        done = settings.sample(model, positive, negative, latent, **options)
+        self.progress.note(f"sampled with {done.settings.text}")
+        return done
+
+    def set_model_sampling(self, model: Model, *, shift: float = 0.0, latent: dict[str, Any] | None = None) -> Model:
+        return settings.set_model_sampling(model, shift, latent)
+
+    def set_conditions(self, conditioning: list[Condition], values: Mapping[str, Any]) -> list[Condition]:
+        return settings.set_conditions(conditioning, values)
+
+    def set_adaptive_projected_guidance(self, model: Model, *, limit: float) -> Model:
+        return settings.set_adaptive_projected_guidance(model, limit)
+
+    def set_patch_renormalized_guidance(self, model: Model, *, patch_size: int) -> Model:
+        return patch_guidance.set_patch_renormalized_guidance(model, patch_size)
 
     def empty_latent(self, model: Model, *, width: int, height: int, batch_size: int) -> dict[str, Any]:
         defaults, latent = model.architecture.defaults, model.latent

@@ -89,6 +89,7 @@ class KSampler(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=1.0):
+        model = model.for_latent(fit_empty_latent(model, latent_image))
         sigmas = sigmas_for(model.sampling, scheduler, steps, sampler=sampler_name, denoise=denoise)
         guider = Guider(model, positive, negative, cfg)
         return io.NodeOutput(run_sampler(guider, latent_image, sampler_name, sigmas, seed=seed)[0])
@@ -133,6 +134,7 @@ class KSamplerAdvanced(io.ComfyNode):
         end_at_step,
         return_with_leftover_noise,
     ):
+        model = model.for_latent(fit_empty_latent(model, latent_image))
         sigmas = sigmas_for(model.sampling, scheduler, steps, sampler=sampler_name)
         if end_at_step < len(sigmas) - 1:
             sigmas = sigmas[: end_at_step + 1].clone()

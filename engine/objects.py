@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,7 +20,11 @@ Condition = tuple[torch.Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Model:
-    """A diffusion model ready to sample. ``dtype`` is the dtype of the computation, not of the weights."""
+    """A diffusion model ready to sample. ``dtype`` is the dtype of the computation, not of the weights.
+
+    sampling_set: a node has set the sampling, so the latent's size changes nothing any more; guidance: f(cond, uncond,
+    scale) -> guided, on velocities, in place of classifier-free guidance.
+    """
 
     file: str
     module: torch.nn.Module
@@ -28,9 +33,18 @@ class Model:
     sampling: FlowSampling
     device: torch.device
     dtype: torch.dtype
+    sampling_set: bool = False
+    guidance: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None = None
 
     def with_sampling(self, **changes: Any) -> Model:
-        return replace(self, sampling=replace(self.sampling, **changes))
+        return replace(self, sampling=replace(self.sampling, **changes), sampling_set=True)
+
+    def for_latent(self, samples: torch.Tensor) -> Model:
+        """This model with the shift of the samples' size [..., H, W], where it follows the size."""
+        card = self.architecture.sampling
+        if self.sampling_set or card.shift_of_latent is None:
+            return self
+        return replace(self, sampling=replace(self.sampling, shift=card.shift_for(*samples.shape[-2:])))
 
     @property
     def patch_size(self) -> int:
@@ -43,12 +57,29 @@ class Model:
         batch = x.shape[0]
         context = _repeat(states, batch).to(self.device, self.dtype)
         mask = extra.get("attention_mask")
-        if mask is not None:
+        if mask is not None and mask.all():
+            mask = None  # hides nothing, and fast attention kernels take none
+        elif mask is not None:
             mask = _repeat(mask, batch).to(self.device)
-        # The transformer's timestep is the card's, whatever a ModelSampling node did to the sigma table's multiplier.
-        timesteps = (sigma * self.architecture.sampling.multiplier).float()
-        output = self.module(x.to(self.dtype), timesteps, context, attention_mask=mask)
+        told = {
+            name: torch.tensor([extra[name]], device=self.device).expand(batch, -1)
+            for name in self.architecture.conditions
+            if extra.get(name) is not None
+        }
+        scale = self.architecture.sampling.guidance
+        if scale is not None:
+            scale = extra.get("guidance", scale) * self.module.guidance_embeds_scale
+            told["guidance"] = torch.full((batch,), scale, device=self.device, dtype=self.dtype)
+        output = self.module(x.to(self.dtype), self._timesteps(sigma), context, attention_mask=mask, **told)
         return self.sampling.denoised(sigma, output.float(), x)
+
+    def _timesteps(self, sigma: torch.Tensor) -> torch.Tensor:
+        """What the reference transformer is given, whatever multiplier a node gave the sigma table."""
+        card = self.architecture.sampling
+        if card.timestep_before_shift:
+            shift = self.sampling.shift
+            sigma = sigma / (shift - (shift - 1) * sigma)
+        return (sigma * card.multiplier).float()
 
 
 def _repeat(value: torch.Tensor, batch: int) -> torch.Tensor:

@@ -31,6 +31,9 @@ class Guider:
         if not self.negative or math.isclose(self.cfg, 1.0):
             return positive
         negative = self._mean(self.negative, x, sigma)
+        if self.model.guidance is not None:
+            per = per_item(sigma, x.ndim)
+            return x - per * self.model.guidance((x - positive) / per, (x - negative) / per, self.cfg)
         return negative + (positive - negative) * self.cfg
 
     def _mean(self, conditions: list[Condition], x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 SEPARATE = LAYERS[5]
 
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version"}
-COMFYUI |= {"folder_paths", "server", "nodes", "execution"}
+COMFYUI |= {"folder_paths", "server", "nodes", "execution", "latent_preview"}
 BASE = {"torch", "safetensors", "numpy", "comfy_kitchen"}
 # Present in ComfyUI or named in an extra, but slow or optional: only inside the function that needs them.
 LAZY = {

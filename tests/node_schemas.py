@@ -27,6 +27,12 @@ class ListedFiles:
     def list_files(self, folder: str) -> list[str]:
         return [f"<{folder}>"]
 
+    def samplers(self) -> list[str]:
+        return ["<samplers>"]
+
+    def schedulers(self) -> list[str]:
+        return ["<schedulers>"]
+
 
 def node_classes() -> list[type]:
     import nativedit.nodes
