@@ -1,7 +1,7 @@
 # Each target does everything from a fresh clone: it needs Python (3.10 or newer) with pip, and nothing else.
 #
 #   make demo     the demo workflow, headless: one picture in output/
-#   make test     the whole test suite; ARGS="-k name" picks tests
+#   make test     the whole test suite on two processors; ARGS="-k name" picks tests, WORKERS=0 runs them in one process
 #   make lint     ruff, lint and format
 #   make wheel    the wheel in dist/
 #
@@ -10,6 +10,7 @@
 PYTHON ?= python3
 TORCH_ARGS ?=
 ARGS ?=
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +25,7 @@ demo: $(READY)
 
 # From inside tests/: the repository root is a package and must not come onto sys.path (its nodes/ would shadow ComfyUI's).
 test: $(READY)
-	cd tests && ../$(BIN)/pytest $(ARGS)
+	cd tests && ../$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from comfyui_support import NotComfyUI, comfyui_python, find_comfyui
 from support import DATA, ROOT, find_shared
 
 _comfyui: Path | None = None
-_without_comfyui = 0
+NO_COMFYUI = "no ComfyUI found"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,22 +27,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    global _without_comfyui
     if _comfyui is not None:
         return
-    judged = [item for item in items if item.get_closest_marker("comfyui")]
-    for item in judged:
-        item.add_marker(pytest.mark.skip(reason="no ComfyUI found"))
-    _without_comfyui = len(judged)
+    for item in items:
+        if item.get_closest_marker("comfyui"):
+            item.add_marker(pytest.mark.skip(reason=NO_COMFYUI))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _without_comfyui:
+    # From the reports and not from the collection: with several workers, only they collect.
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if NO_COMFYUI in str(r.longrepr)]
+    if skipped:
         terminalreporter.write_line(
-            f"ComfyUI not found: {_without_comfyui} tests that judge the pack in a real ComfyUI were skipped; "
+            f"ComfyUI not found: {len(skipped)} tests that judge the pack in a real ComfyUI were skipped; "
             "set COMFYUI_PATH to ComfyUI's folder to run them.",
             yellow=True,
         )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_per_worker() -> None:
+    """Workers of pytest-xdist share the processors: threads of their own would only get into each other's way."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
