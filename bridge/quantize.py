@@ -140,7 +140,7 @@ def _refuse_quantized(checkpoint: Checkpoint, precision: str) -> None:
 
 def _model_part(checkpoint: Checkpoint, match: Match | None, kind: Kind) -> Source:
     if kind is CHECKPOINT:
-        return transform.part_of(checkpoint.source, lambda key: key.startswith(SAVED_PREFIX))
+        return checkpoint.source.only(lambda key: key.startswith(SAVED_PREFIX))
     return transform.comfy_layout(checkpoint, match)
 
 

@@ -52,7 +52,7 @@ def recognise(checkpoint: Checkpoint, *, architecture: str | None = None) -> Mat
 
 
 def load_diffusion_model(
-    path: str | os.PathLike,
+    path: str | os.PathLike | Source,
     *,
     architecture: str | None = None,
     config: Mapping[str, Any] | None = None,
@@ -78,6 +78,7 @@ def load_diffusion_model(
         module = _build(cls, arguments, checkpoint, names, dtype, operations, quantized_operations)
         keep = match.architecture.keep_float32
         fill(module, checkpoint, names, dtype=dtype, device=device, keep=keep, progress=progress)
+    module.loaded_config = arguments
     module.dtype = parse_dtype(dtype) if dtype is not None else _common_dtype(module)
     return module
 

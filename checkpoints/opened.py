@@ -28,8 +28,13 @@ class Checkpoint:
 
 
 @contextmanager
-def open_checkpoint(path: str | os.PathLike, *, component: str | None = None) -> Iterator[Checkpoint]:
-    """``files.open_source`` with quantized layers understood. Raises FileError, FileNotFoundError."""
+def open_checkpoint(path: str | os.PathLike | Source, *, component: str | None = None) -> Iterator[Checkpoint]:
+    """``files.open_source`` (or a source that is open already) with quantized layers understood.
+
+    Raises FileError, FileNotFoundError."""
+    if isinstance(path, Source):
+        yield checkpoint_of(path)
+        return
     with open_source(path, component=component) as source:
         yield checkpoint_of(source)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from .moves import Move
 from .opened import Checkpoint, checkpoint_of
 from .quantize import GENERIC, identity
 
-__all__ = ["CARD", "GENERIC", "comfy_layout", "part_of", "plan"]
+__all__ = ["CARD", "GENERIC", "comfy_layout", "plan"]
 
 CARD = "card"
 
@@ -63,15 +62,6 @@ def _card(source: Source) -> Any:
     checkpoint = checkpoint_of(source)
     match = find_architecture(checkpoint.shapes, metadata=checkpoint.metadata)
     return match.architecture if match is not None else None
-
-
-def part_of(source: Source, wanted: Callable[[str], bool]) -> Source:
-    """The same files with only some of their tensors in sight. The files stay open with ``source``."""
-    parts = [
-        replace(part, tensors={name: info for name, info in part.tensors.items() if wanted(name)})
-        for part in source.parts
-    ]
-    return Source(source.path, parts, source.config)
 
 
 def comfy_layout(checkpoint: Checkpoint, match: Match | None) -> Source:

@@ -118,5 +118,6 @@ class Execution:
         """A picture that was deleted since is made again."""
         if outcome is None or not outcome.ui:
             return outcome
-        written = [entry for entries in outcome.ui.values() for entry in entries if "filename" in entry]
+        shown = [entry for entries in outcome.ui.values() for entry in entries]
+        written = [entry for entry in shown if isinstance(entry, Mapping) and "filename" in entry]
         return outcome if all(self.host.path_of(entry).is_file() for entry in written) else None

@@ -15,7 +15,7 @@ from ..checkpoints.load import load_diffusion_model, load_text_encoder, recognis
 from ..checkpoints.opened import open_checkpoint
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
-from ..host import AS_STORED, AUTO, CARD, Sampled
+from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, Sampled
 from ..latent_formats import get_latent_format
 from ..ldm.layers.operations import CastOps
 from ..quant.formats import is_format
@@ -27,6 +27,7 @@ from .autoencoder import PIXEL_SPACE, NativeAutoencoder, PixelSpace
 from .clip import Clip
 from .flow import FlowSampling
 from .lora import LoraFile, apply_lora, diffusion_names, text_encoder_names
+from .model_files import ModelFiles, quantized_source
 from .model_folders import FileList, ModelFolders
 from .objects import VAE, Condition, Model
 from .progress import Progress
@@ -38,7 +39,7 @@ __all__ = ["EngineHost"]
 
 
 @dataclass
-class EngineHost:
+class EngineHost(ModelFiles):
     """One run's surroundings: where models are, where pictures go and come from, what computes."""
 
     folders: ModelFolders
@@ -62,22 +63,20 @@ class EngineHost:
         return self.output_dir / "temp"
 
     def fingerprint(self, folder: str, file: str, policy: str = CARD) -> str:
-        try:
-            state = self.folders.path(folder, file).stat()
-        except (OSError, ValueError):
-            return "missing"
-        return f"{state.st_size}:{state.st_mtime_ns}"
+        wanted = [(folder, file)] if policy in (CARD, GENERIC) else [(folder, file), (POLICY_FOLDER, policy)]
+        states = []
+        for kind, name in wanted:
+            try:
+                state = self.folders.path(kind, name).stat()
+                states.append(f"{state.st_size}:{state.st_mtime_ns}")
+            except (OSError, ValueError):
+                states.append("missing")
+        return " ".join(states)
 
     def load_diffusion_model(
         self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED, policy: str = CARD
     ) -> Model:
-        path = self.folders.path("diffusion_models", file)
-        if is_format(precision):
-            raise FileError(
-                path,
-                f"can't be quantized to {precision} while the engine loads it; make a file of it first: "
-                f"nativedit quantize {Path(file).name} NEW.safetensors --format {precision}",
-            )
+        path = self._diffusion_file(file)
         wanted = None if architecture == AUTO else architecture
         with open_checkpoint(path, component="transformer") as checkpoint:
             match = recognise(checkpoint, architecture=wanted)
@@ -86,10 +85,15 @@ class EngineHost:
         if card.module is None:
             problem = f"is {card.title}, which ComfyUI's core runs and the engine does not; run the workflow there"
             raise FileError(path, f"{problem} with --server URL")
-        dtype = self._storage(nbytes) if precision == AS_STORED else precision
+        quantized = is_format(precision)
+        dtype = self._storage(nbytes) if precision == AS_STORED else None if quantized else precision
         with self.progress.bar(nbytes, f"load {Path(file).name}", unit="B") as bar:
+            weights: Any = path
+            if quantized:
+                with open_checkpoint(path, component="transformer") as checkpoint:
+                    weights = quantized_source(checkpoint, match, precision, self.policy_of(policy), bar)
             module = load_diffusion_model(
-                path,
+                weights,
                 architecture=card.name,
                 dtype=dtype,
                 device=self.device,

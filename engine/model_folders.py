@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..host import POLICY_FOLDER
+
 __all__ = ["DEMO", "FileList", "ModelFolders"]
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -19,8 +21,11 @@ SUBFOLDERS: dict[str, tuple[str, ...]] = {
     "loras": ("loras",),
     "checkpoints": ("checkpoints",),
     "embeddings": ("embeddings",),
+    POLICY_FOLDER: (POLICY_FOLDER,),
 }
 EXTENSIONS = (".safetensors", ".sft", ".ckpt", ".pt", ".pt2", ".bin", ".pth", ".pkl", ".gguf")
+# Folders of other things than weights.
+OTHER_EXTENSIONS = {POLICY_FOLDER: (".toml",)}
 
 
 class FileList(list):
@@ -71,7 +76,7 @@ class ModelFolders:
         if folder not in self._listed:
             found: dict[str, Path] = {}
             for place in self._folders(folder):
-                for name, path in _walk(place):
+                for name, path in _walk(place, OTHER_EXTENSIONS.get(folder, EXTENSIONS)):
                     found.setdefault(name, path)
             self._listed[folder] = found
         return self._listed[folder]
@@ -130,7 +135,7 @@ def _named_folders(entry: Mapping[str, Any]) -> dict[str, list[Path]]:
     return folders
 
 
-def _walk(folder: Path):
+def _walk(folder: Path, extensions: tuple[str, ...]):
     """(name, path) of the model files under a folder; links to folders are followed once each."""
     if not folder.is_dir():
         return
@@ -143,6 +148,6 @@ def _walk(folder: Path):
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            if name.lower().endswith(EXTENSIONS):
+            if name.lower().endswith(extensions):
                 path = Path(base) / name
                 yield path.relative_to(folder).as_posix(), path

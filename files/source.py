@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,16 @@ class Source:
             for part in self._open.values():
                 part.close()
             self._open.clear()
+
+    def only(self, wanted: Callable[[str], bool]) -> Source:
+        """The same open files with some of their tensors in sight; closing either closes both."""
+        parts = [
+            replace(part, tensors={name: info for name, info in part.tensors.items() if wanted(name)})
+            for part in self.parts
+        ]
+        part = Source(self.path, parts, self.config)
+        part._open, part._open_lock = self._open, self._open_lock
+        return part
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors

@@ -13,7 +13,7 @@ ROWS = {
     "flux_dev": {},
     "flux2_dev": {},
     "qwen_image": {},
-    "wan21_t2v_14b": {},
+    "wan21_t2v_14b": {"text_dim": 4096},
     "sd35_large": {},
     "chroma": {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 1},
 }
@@ -39,7 +39,7 @@ def inputs(row: str) -> dict[str, torch.Tensor]:
     if row == "qwen_image":
         return {"x": _noise(1, 16, 1, H, W), "timesteps": torch.tensor([0.4]), "context": _noise(1, 5, 48)}
     if row == "wan21_t2v_14b":
-        return {"x": _noise(1, 16, 3, H, W), "timestep": torch.tensor([3.0]), "context": _noise(1, 5, 40)}
+        return {"x": _noise(1, 16, 3, H, W), "timestep": torch.tensor([3.0]), "context": _noise(1, 5, 4096)}
     y = _noise(1, 24)
     return {"x": _noise(1, 16, H, W), "timesteps": torch.tensor([4.0]), "context": _noise(1, 5, 40), "y": y}
 
