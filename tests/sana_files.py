@@ -11,6 +11,7 @@ import comfyui_files as files
 import torch
 from comfyui_graphs import Graph, node, text_to_latent
 from safetensors.torch import save_file
+from support import ROOT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 DIT = {
@@ -158,6 +159,23 @@ def graph(**settings: Any) -> Graph:
 def sprint_graph(**settings: Any) -> Graph:
     chosen = {"model": SPRINT_MODEL, "cfg": 1.0, "steps": 2, "sampler": "lcm", "scheduler": "published"} | settings
     return graph(**chosen)
+
+
+def example(name: str) -> Graph:
+    """An example workflow's API form up to its latent, on the tiny files and small."""
+    graph = json.loads((ROOT / "example_workflows" / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    graph = {key: value for key, value in graph.items() if value["class_type"] not in ("VAEDecode", "SaveImage")}
+    tiny = {
+        "unet_name": SPRINT_MODEL if "sprint" in name else MODEL,
+        "file": CLIP,
+        "vae_name": VAE,
+        "width": 128,
+        "height": 96,
+    }
+    for entry in graph.values():
+        entry["inputs"].update({key: value for key, value in tiny.items() if key in entry["inputs"]})
+    [sampler] = [key for key, value in graph.items() if value["class_type"] == "KSampler"]
+    return {**graph, "save": node("SaveLatent", samples=[sampler, 0], filename_prefix="latents/example")}
 
 
 def with_guidance(made: Graph, guidance: float) -> Graph:

@@ -283,6 +283,18 @@ def converted(folder: Path) -> Callable[[str], str]:
     return of
 
 
+@pytest.mark.parametrize("name", ["sana", "sana_sprint"])
+def test_the_examples_settings_are_the_cards(outputs: Callable, name: str):
+    graph = sana.example(name)
+    source, output = graph["save"]["inputs"]["samples"]
+    own = {key: graph[source]["inputs"][key] for key in ("model", "positive", "negative", "latent_image", "seed")}
+    auto_save = node("SaveLatent", samples=["auto", 0], filename_prefix="auto")
+
+    made = outputs({**graph, "auto": node("NativeDiTSample", **own), "auto_save": auto_save})
+
+    assert torch.equal(made["auto"][0]["samples"], made[source][output]["samples"])
+
+
 def test_the_publishers_files_give_the_same_latent(outputs: Callable, converted: Callable):
     expected = outputs(sana.graph())["sampler"][0]["samples"]
 
