@@ -17,6 +17,7 @@ from ..ldm.f_lite.sampling import adaptive_projected_guidance
 from ..supported_models import Architecture, Settings, decide, find_architecture
 from .hooks import guarded, wrap_once
 from .model import NativeDiTModel
+from .sampling import keep_prediction
 
 SHIFT_PATCH = "model_sampling"
 
@@ -37,7 +38,13 @@ def _sample(original: Callable[..., Any], model: Any, noise: Any, *args: Any, **
 def for_latent(model: Any, samples: Any) -> Any:
     """The model with the shift of these samples' size, itself where its shift does not depend on it."""
     card = card_of_ours(model)
-    if card is None or card.sampling.shift_of_latent is None or SHIFT_PATCH in model.object_patches:
+    if card is None:
+        return model
+    if SHIFT_PATCH in model.object_patches:
+        # Our prediction is put in when the model runs; its own schedule is looked for before that.
+        keep_prediction(model.object_patches[SHIFT_PATCH], card.sampling)
+        return model
+    if card.sampling.shift_of_latent is None:
         return model
     shift = card.sampling.shift_for(*samples.shape[-2:])
     return model if shift == shift_of(model) else with_shift(model, shift)

@@ -1,4 +1,4 @@
-"""Whole pictures: diffusers' CogView4Pipeline 0.42.1 beside the engine, from prompt to pixels, with tiny random weights.
+"""Whole pictures: diffusers' CogView4Pipeline 0.42.1 beside the engine, from prompt to pixels, tiny random weights.
 
 The engine runs a graph of our nodes with every setting on auto; what both transformers are given and give is compared
 call by call.
