@@ -27,25 +27,18 @@ class Compare:
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        import torch
-
         from .parity.compare import compare
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # sums of several threads differ in the last digits from run to run
-        try:
-            report = compare(
-                args.first,
-                args.second,
-                stages=args.stages,
-                dtype=args.dtype,
-                seed=args.seed,
-                noise=None if args.noise is None else _one_tensor(args.noise),
-                sigmas=None if args.sigmas is None else _sigmas(args.sigmas),
-                card_sigmas=_card_sigmas,
-            )
-        finally:
-            torch.set_num_threads(threads)
+        report = compare(
+            args.first,
+            args.second,
+            stages=args.stages,
+            dtype=args.dtype,
+            seed=args.seed,
+            noise=None if args.noise is None else _one_tensor(args.noise),
+            sigmas=None if args.sigmas is None else _sigmas(args.sigmas),
+            card_sigmas=_card_sigmas,
+        )
         print(report.json() if args.json else report.text())
         return int(report.network_differs)
 
@@ -57,11 +50,11 @@ def _card_sigmas(card, steps: int, latent_height: int, latent_width: int) -> lis
     from .engine.flow import FlowSampling
     from .engine.schedules import sigmas_for
 
-    published = card.sampling.sigmas_for(steps)
+    shift = card.sampling.shift_for(latent_height, latent_width)
+    published = card.sampling.published_schedule(steps, shift)
     if published is not None:
         return published
-    flow = FlowSampling.of_card(card.sampling)
-    flow = replace(flow, shift=card.sampling.shift_for(latent_height, latent_width))
+    flow = replace(FlowSampling.of_card(card.sampling), shift=shift)
     return sigmas_for(flow, card.defaults.scheduler, steps, sampler=card.defaults.sampler).tolist()
 
 

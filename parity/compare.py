@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,6 +20,18 @@ from .weights import compare_weights
 __all__ = ["compare"]
 
 
+@contextlib.contextmanager
+def single_thread() -> Iterator[None]:
+    """Sums of several threads differ in the last digits from run to run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@single_thread()
 def compare(
     first: str | os.PathLike,
     second: str | os.PathLike | None = None,

@@ -139,6 +139,11 @@ def test_a_schedule_that_differs_is_reported_apart_from_the_network(capsys):
     assert "prompt" not in printed and "the network is given" not in printed
 
 
+def test_the_publishers_own_schedule_is_not_reported(capsys):
+    assert main(["compare", "cogview4", "--stages", "output"]) == 0
+    assert "schedule and prompts: agree" in capsys.readouterr().out
+
+
 def test_a_card_that_says_something_else_about_prompts_and_timesteps_is_told(monkeypatch):
     from dataclasses import replace
 
