@@ -17,7 +17,15 @@ from tokenizers import models, pre_tokenizers
 
 from nativedit.text_encoders import text_cleaning
 from nativedit.text_encoders.language_model import LanguageModel
-from nativedit.text_encoders.prompt import Prompt, pad_prompt, prompt_text, tokenize_prompt
+from nativedit.text_encoders.prompt import (
+    Prompt,
+    instruction_ids,
+    pad_prompt,
+    prompt_text,
+    seen_positions,
+    tokenize_prompt,
+)
+from nativedit.text_encoders.prompt_weights import weighted_tokens
 from nativedit.text_encoders.text_cleaning import CLEANERS, plain_fix_text
 from nativedit.text_encoders.tokenizer import Tokenizer
 
@@ -148,3 +156,53 @@ def test_an_empty_prompt_may_have_no_tokens_and_goes_through_the_model(words: To
 def test_a_wrong_habit_is_named(habits: dict[str, str], message: str):
     with pytest.raises(ValueError, match=message):
         Prompt(**habits)
+
+
+INSTRUCTED = Prompt(instruction="describe it well : ", clean="lower_strip", max_length=5, bos=True)
+
+
+def instructed_tokenizer() -> Tokenizer:
+    vocabulary = {
+        word: i for i, word in enumerate(["<unk>", "<bos>", "describe", "it", "well", ":", "a", "red", "cube"])
+    }
+    words = Words(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Tokenizer(words.to_str().encode(), "tokenizer_json", {"bos_token": "<bos>"})
+
+
+def test_an_instruction_stands_before_prompts_but_not_before_negative_and_empty_ones():
+    tokenizer = instructed_tokenizer()
+
+    assert tokenize_prompt(tokenizer, INSTRUCTED, " A red ") == [1, 2, 3, 4, 5, 6, 7]
+    assert tokenize_prompt(tokenizer, INSTRUCTED, "A red", negative=True) == [1, 6, 7]
+    assert tokenize_prompt(tokenizer, INSTRUCTED, "  ") == [1]
+
+
+def test_the_model_sees_the_begin_token_and_all_from_the_instructions_last_token_on():
+    instruction = instruction_ids(instructed_tokenizer(), INSTRUCTED)
+
+    assert instruction == [1, 2, 3, 4, 5]
+    assert seen_positions(instruction, [1, 2, 3, 4, 5, 6, 7]) == [0, 4, 5, 6]
+    assert seen_positions(instruction, [1, 2, 3, 4, 8]) == [0, 4]  # the last token may have merged with the prompt
+    assert seen_positions(instruction, [1, 6, 7]) is None
+    assert seen_positions([], [1, 2, 3, 4, 5, 6]) is None
+
+
+def test_the_longest_prompt_is_counted_without_what_is_hidden():
+    tokenizer = instructed_tokenizer()
+    ids = tokenize_prompt(tokenizer, INSTRUCTED, "a red cube " * 5)
+
+    assert len(seen_positions(instruction_ids(tokenizer, INSTRUCTED), ids)) == INSTRUCTED.max_length
+    assert len(tokenize_prompt(tokenizer, INSTRUCTED, "a red cube " * 5, negative=True)) == INSTRUCTED.max_length
+
+
+def test_weights_in_an_instructed_prompt_leave_the_instruction_alone():
+    row = weighted_tokens(instructed_tokenizer(), INSTRUCTED, [("A red", 1.5), (" cube", 1.0)])
+
+    assert row == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 1.5), (7, 1.5), (8, 1.0)][: len(row)]
+    assert len(row) == 8
+
+
+def test_an_instructed_prompt_that_would_be_padded_is_refused():
+    with pytest.raises(ValueError, match="can't be padded"):
+        Prompt(instruction="describe it : ", pad_multiple=16)
