@@ -15,10 +15,10 @@ import comfy.text_encoders
 import comfy.utils
 import torch
 
-from ..checkpoints.stored_config import TEXT_ENCODER_CONFIG
+from ..checkpoints.stored_config import TEXT_ENCODER_CONFIG, entries_of
 from ..files.errors import FileError
 from ..files.header import read_header
-from ..supported_models import Architecture, architectures, get_architecture, import_dotted
+from ..supported_models import ARCHITECTURE_ENTRY, Architecture, get_architecture, import_dotted, prompt_readers
 from ..text_encoders.families import TextEncoder, find_text_encoder
 from ..text_encoders.prompt import Prompt, instruction_ids
 from ..text_encoders.tokenizer import (
@@ -81,10 +81,12 @@ def recognise(
 ) -> Recognised | None:
     """The first reading of the file that a card has a use for. Raises ValueError for an unknown ``architecture``."""
     shapes = logical_shapes(state_dict)
-    matches = find_text_encoder(shapes, _stored_config(state_dict) or metadata)
-    cards = architectures() if architecture is None else [get_architecture(architecture)]
-    for family, _, config in matches:
-        users = [card for card in cards if card.prompt is not None and family.name in card.text_encoders]
+    metadata = {**(metadata or {}), **_stored_config(state_dict)}
+    wanted = None if architecture is None else get_architecture(architecture)
+    for family, _, config in find_text_encoder(shapes, metadata):
+        users = prompt_readers(family.name, config.get("hidden_size"), metadata)
+        if wanted is not None:
+            users = [wanted] if wanted.prompt is not None and family.name in wanted.text_encoders else []
         if users:
             return Recognised(family, config, _only_prompt(users, family))
     return None
@@ -104,26 +106,36 @@ def _only_prompt(cards: list[Architecture], family: TextEncoder) -> Architecture
 def _stored_config(state_dict: Mapping[str, torch.Tensor]) -> dict[str, str]:
     for key, value in state_dict.items():
         if key.rpartition(".")[2] == TEXT_ENCODER_CONFIG:
-            return {"config": tensor_bytes(value).decode("utf-8", "replace")}
+            return entries_of(tensor_bytes(value))
     return {}
 
 
-def core_reads(state_dict: Mapping[str, torch.Tensor], found: Recognised) -> bool:
+def core_reads(state_dict: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bool:
     """Whether ComfyUI's own loader gets this file right. What it does not know at all it takes for a CLIP-L."""
-    if found.family.name in _TOKENIZER_MEANS_OURS and (JSON_TENSOR in state_dict or SPIECE_TENSOR in state_dict):
+    matches = find_text_encoder(logical_shapes(state_dict), {**(metadata or {}), **_stored_config(state_dict)})
+    names = {family.name for family, _, _ in matches}
+    has_tokenizer = JSON_TENSOR in state_dict or SPIECE_TENSOR in state_dict
+    if not matches or (has_tokenizer and names & set(_TOKENIZER_MEANS_OURS)):
         return False
     verdict = comfy.sd.detect_te_model(state_dict)
-    right = _CORE_IS_RIGHT.get(found.family.name, {})
-    return verdict is not None and found.config["hidden_size"] in right.get(verdict.name, ())
+    return verdict is not None and any(
+        config.get("hidden_size") in _CORE_IS_RIGHT.get(family.name, {}).get(verdict.name, ())
+        for family, _, config in matches
+    )
 
 
 def _load_text_encoder_state_dicts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """ComfyUI's load_text_encoder_state_dicts(state_dicts, embedding_directory, clip_type, model_options, ...)."""
     names = ("state_dicts", "embedding_directory", "clip_type", "model_options", "disable_dynamic")
     named = dict(zip(names, args, strict=False)) | kwargs
-    found = None
+    found = refusal = None
     with guarded("the look at this text encoder"):
-        found = _claim(named.get("state_dicts") or [])
+        try:
+            found = _claim(named.get("state_dicts") or [])
+        except FileError as error:  # ours, but not to be used like this; ComfyUI would make a CLIP-L of it
+            refusal = error
+    if refusal is not None:
+        raise refusal
     if found is None:
         return original(*args, **kwargs)
     own = {key: named[key] for key in ("embedding_directory", "disable_dynamic") if key in named}
@@ -133,10 +145,10 @@ def _load_text_encoder_state_dicts(original: Callable[..., Any], *args: Any, **k
 def _claim(state_dicts: list[Mapping[str, torch.Tensor]]) -> Recognised | None:
     if len(state_dicts) != 1:
         return None
-    found = recognise(state_dicts[0], _header_of(current_file()))
-    if found is None or core_reads(state_dicts[0], found):
-        return None
-    log.info("NativeDiT: loads this %s for the prompts of %s", found.family.title, found.card.title)
+    header = _header_of(current_file())
+    found = None if core_reads(state_dicts[0], header) else recognise(state_dicts[0], header)
+    if found is not None:
+        log.info("NativeDiT: loads this %s for the prompts of %s", found.family.title, found.card.title)
     return found
 
 
@@ -217,10 +229,18 @@ def _tokenizer(found: Recognised, state_dict: Mapping[str, torch.Tensor], path: 
 def _travelling_config(found: Recognised, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The configuration as a tensor, where a saved file's keys and shapes would be read differently."""
     weights = {key: value for key, value in state_dict.items() if not key.endswith(TEXT_ENCODER_CONFIG)}
-    again = recognise(weights)
-    if again is not None and again.family is found.family and _same(again.family, again.config, found.config):
+    try:
+        again = recognise(weights)
+    except FileError:  # the header alone tells whose prompts it encodes
+        again = None
+    if (
+        again is not None
+        and (again.family, again.prompt) == (found.family, found.prompt)
+        and _same(again.family, again.config, found.config)
+    ):
         return {}
-    text = json.dumps({"text_encoder": {"family": found.family.name, **found.config}})
+    config = {"family": found.family.name, **found.config}
+    text = json.dumps({"text_encoder": config, ARCHITECTURE_ENTRY: found.card.name})
     return {TEXT_ENCODER_CONFIG: bytes_tensor(text.encode())}
 
 

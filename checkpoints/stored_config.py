@@ -5,7 +5,10 @@ A uint8 tensor with the same JSON as a header's `config` entry; only files whose
 
 from __future__ import annotations
 
+import json
+
 from ..files.source import Source
+from ..supported_models import ARCHITECTURE_ENTRY
 
 DIFFUSION_MODEL_CONFIG = "nativedit_config"
 TEXT_ENCODER_CONFIG = "text_encoder_config"
@@ -23,6 +26,16 @@ def metadata_of(source: Source) -> dict[str, str]:
     if "config" not in metadata:
         for key in source:
             if is_config(key) and source.tensors[key].nbytes <= _MAX_BYTES:
-                metadata["config"] = source.read_bytes(key).numpy().tobytes().decode("utf-8", "replace")
+                metadata = {**entries_of(source.read_bytes(key).numpy().tobytes()), **metadata}
                 break
     return metadata
+
+
+def entries_of(data: bytes) -> dict[str, str]:
+    """The tensor's content as header entries: `config`, and whose model's prompts a text encoder encodes."""
+    text = data.decode("utf-8", "replace")
+    try:
+        architecture = json.loads(text).get(ARCHITECTURE_ENTRY)
+    except (ValueError, AttributeError):
+        architecture = None
+    return {"config": text} | ({ARCHITECTURE_ENTRY: architecture} if isinstance(architecture, str) else {})

@@ -20,7 +20,7 @@ from ..latent_formats import get_latent_format
 from ..ldm.layers.operations import CastOps
 from ..quant.formats import is_format
 from ..quant.ops import ComfyUIOps
-from ..supported_models import Architecture, architectures, get_architecture
+from ..supported_models import Architecture, get_architecture, prompt_readers
 from ..text_encoders.families import find_text_encoder
 from . import patch_guidance, settings
 from .autoencoder import PIXEL_SPACE, NativeAutoencoder, PixelSpace
@@ -218,14 +218,17 @@ class EngineHost(ModelFiles):
     def _text_encoder_of(self, path: Path, architecture: str) -> tuple[Architecture, str]:
         """Whose prompts the file encodes, and which family it then is. Raises FileError, ValueError."""
         with open_checkpoint(path, component="text_encoder") as checkpoint:
-            families = [family.name for family, _, _ in find_text_encoder(checkpoint.shapes, checkpoint.metadata)]
+            found = find_text_encoder(checkpoint.shapes, checkpoint.metadata)
+            metadata = checkpoint.metadata
+        families = [family.name for family, _, _ in found]
         if architecture != AUTO:
             card = get_architecture(architecture)
             fits = [name for name in families if name in card.text_encoders]
             # Where no family fits, loading says what the file is instead.
             return card, fits[0] if fits else card.text_encoders[0]
-        for family in families:
-            readers = [card for card in architectures() if card.prompt is not None and family in card.text_encoders]
+        for encoder, _, config in found:
+            family = encoder.name
+            readers = prompt_readers(family, config.get("hidden_size"), metadata)
             if len({card.prompt for card in readers}) > 1:
                 names = ", ".join(card.name for card in readers)
                 raise FileError(

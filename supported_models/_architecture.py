@@ -92,7 +92,8 @@ class Sampling:
 @dataclass(frozen=True)
 class Part:
     """A weight of ours inside a tensor of another layout: the ``index``-th of ``count`` equal parts along the first
-    dimension, its two halves the other way round if ``swapped``, its last two dimensions exchanged if ``transposed``."""
+    dimension, its two halves the other way round if ``swapped``, its last two dimensions exchanged if
+    ``transposed``."""
 
     name: str
     index: int = 0
@@ -220,6 +221,8 @@ class Architecture:
     # which latent, text encoder, autoencoder?
     latent_format: str | None
     text_encoders: tuple[str, ...] = ()
+    # hidden size of the published one, which tells apart models that read the same family
+    text_encoder_width: int | None = None
     autoencoder: str | None = None
     prompt: Prompt | None = None
     # what the module is told besides, by the names of its ``forward``: pairs of whole numbers, height or top first

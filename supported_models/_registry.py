@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 # Where a diffusion model's keys start in the files people have.
 PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.model.", "transformer.", "model.", "net.")
 
+# The header's entry in files that we write.
+ARCHITECTURE_ENTRY = "nativedit.architecture"
+
 
 @functools.cache
 def architectures() -> tuple[Architecture, ...]:
@@ -63,6 +66,18 @@ def find_architecture(
                 found.config.update(header_config(metadata))
                 return found
     return None
+
+
+def prompt_readers(
+    family: str, width: int | None = None, metadata: Mapping[str, str] | None = None
+) -> list[Architecture]:
+    """The cards whose prompts a text encoder of this family encodes; several where nothing tells them apart.
+
+    width: its hidden size; metadata: of its header, whose `nativedit.architecture` says it outright.
+    """
+    cards = [card for card in architectures() if card.prompt is not None and family in card.text_encoders]
+    named = [card for card in cards if card.name == (metadata or {}).get(ARCHITECTURE_ENTRY)]
+    return named or [card for card in cards if card.text_encoder_width == width] or cards
 
 
 def header_config(metadata: Mapping[str, str] | None, component: str = "transformer") -> dict[str, Any]:

@@ -68,12 +68,14 @@ def config_from_shapes(shapes: Shapes) -> dict[str, Any] | None:
         "use_sigmoid": False,
         "route_scale": 2.5,
     }
-    dense = shapes.get("transformer_blocks.0.img_mlp.net.2.weight")
-    if dense is not None and dense[1] != int(dim * MLP_RATIO * 2 / 3) // MLP_MULTIPLE * MLP_MULTIPLE:
-        config["mlp_ratio"] = 1.5 * (dense[1] + 0.5) / dim  # rounded down to a multiple of 128 later on
-    banks = [key for key in shapes if key.endswith(".img_mlp.experts.down_proj.weight")]
+    # Only rows are read: quantized formats pack columns.
+    dense = shapes.get("transformer_blocks.0.img_mlp.net.0.proj.weight", (0,))[0] // 2
+    if dense and dense != int(dim * MLP_RATIO * 2 / 3) // MLP_MULTIPLE * MLP_MULTIPLE:
+        config["mlp_ratio"] = 1.5 * (dense + 0.5) / dim  # rounded down to a multiple of 128 later on
+    banks = [key for key in shapes if key.endswith(".img_mlp.experts.gate_up_proj.weight")]
     if banks:
-        config["num_experts"], _, config["moe_intermediate_dim"] = shapes[banks[0]]
+        config["num_experts"], rows, _ = shapes[banks[0]]
+        config["moe_intermediate_dim"] = rows // 2
     return config
 
 
@@ -115,6 +117,7 @@ ARCHITECTURE = Architecture(
     sampling=Sampling(prediction="-velocity", shift=SHIFT, multiplier=1.0),
     latent_format="wan21",
     text_encoders=("qwen3_vl",),
+    text_encoder_width=4096,
     autoencoder="wan21",
     # Nothing is cut off: the model attends to the template too. hidden_states[-8] of the 36 layers, no final norm.
     prompt=Prompt(

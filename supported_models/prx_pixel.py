@@ -40,6 +40,7 @@ ARCHITECTURE = Architecture(
     sampling=Sampling(prediction="x0", shift=3.0, multiplier=1.0, noise_scale=2.0, x0_sigma_floor=0.05),
     latent_format="rgb",
     text_encoders=("qwen3_vl",),
+    text_encoder_width=2048,
     autoencoder="pixel_space",
     prompt=Prompt(max_length=256, clean="light"),
     # fp16 is unverified for this model, so it is not offered.

@@ -119,6 +119,10 @@ def tokenizer_tensor() -> dict[str, torch.Tensor]:
     return {"tokenizer_json": torch.frombuffer(bytearray(tokenizer_json()), dtype=torch.uint8).clone()}
 
 
+# What nothing in a tiny file tells: whose prompts its text encoder encodes (Qwen3-VL is read by several models).
+FOR_PRX_PIXEL = {"format": "pt", "nativedit.architecture": "prx_pixel"}
+
+
 def header(part: str, config: dict[str, Any]) -> dict[str, str]:
     return {"format": "pt", "config": json.dumps({part: config})}
 
@@ -131,9 +135,17 @@ def write_models(models: Path) -> None:
     save_file(dit_state(dtype=torch.bfloat16), diffusion / "tiny_bf16.safetensors", {"format": "pt"})
     save_file({f"diffusion_model.{k}": v for k, v in dit.items()}, diffusion / "tiny_prefixed.safetensors")
     save_file(dit_state(ODD), diffusion / "odd.safetensors", header("transformer", ODD))
-    save_file(text, encoders / "tiny_text.safetensors", {"format": "pt"})
-    save_file({**text_state(dtype=torch.bfloat16), **tokenizer_tensor()}, encoders / "tiny_text_bf16.safetensors")
-    save_file(text, encoders / "odd_text.safetensors", header("text_encoder", {"family": "qwen3_vl", **ODD_TEXT}))
+    save_file(text, encoders / "tiny_text.safetensors", FOR_PRX_PIXEL)
+    save_file(
+        {**text_state(dtype=torch.bfloat16), **tokenizer_tensor()},
+        encoders / "tiny_text_bf16.safetensors",
+        FOR_PRX_PIXEL,
+    )
+    save_file(
+        text,
+        encoders / "odd_text.safetensors",
+        FOR_PRX_PIXEL | header("text_encoder", {"family": "qwen3_vl", **ODD_TEXT}),
+    )
     in_one = {PREFIX + k: v for k, v in dit.items()} | {f"text_encoders.{k}": v for k, v in text.items()}
     save_file(in_one, models / "checkpoints" / "tiny_all.safetensors", {"format": "pt"})
 
@@ -155,9 +167,10 @@ def write_bad_files(models: Path) -> None:
     save_file(lora(dit, "diffusion_model.{}"), diffusion / "a_lora.safetensors")
     save_file({"decoder.conv_in.weight": torch.zeros(8, 4, 3, 3)}, diffusion / "a_vae.safetensors")
     save_file({"something.weight": torch.zeros(3)}, diffusion / "unknown.safetensors")
-    save_file(text_state(), encoders / "no_tokenizer.safetensors")
+    save_file(text_state(), encoders / "no_tokenizer.safetensors", FOR_PRX_PIXEL)
     without_layer = {k: v for k, v in text.items() if not k.startswith("layers.1.mlp.up_proj")}
-    save_file(without_layer, encoders / "missing_layer.safetensors")
+    save_file(without_layer, encoders / "missing_layer.safetensors", FOR_PRX_PIXEL)
+    save_file(text, encoders / "whose_prompts.safetensors")
 
 
 DIT_SPELLINGS = {

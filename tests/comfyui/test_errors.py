@@ -65,6 +65,7 @@ def test_comfyuis_loader_refuses_our_damaged_models_with_the_same_words(server: 
         ("a_diffusion_model.safetensors", ("is a diffusion model", "models/diffusion_models")),
         ("missing_layer.safetensors", ("1 weights are missing: layers.1.mlp.up_proj.weight",)),
         ("no_tokenizer.safetensors", ("has no tokenizer", "no_tokenizer.tokenizer.json")),
+        ("whose_prompts.safetensors", ("prx_pixel", "choose one as architecture")),
     ],
 )
 def test_our_loader_says_what_is_wrong_with_a_text_encoder(server: Server, file: str, says: tuple[str, ...]):

@@ -114,7 +114,7 @@ def test_a_quantized_text_encoder_encodes_close_to_its_source(
     skip_unless_known(server, "int8_tensorwise")
     patterns = ("mlp.", "self_attn.q_proj", *(["embed_tokens"] if embedding else []))
     state = {**quantized(files.text_state(), "int8_tensorwise", patterns), **files.tokenizer_tensor()}
-    files.save_file(state, server.models("text_encoders") / "text_int8.safetensors")
+    files.save_file(state, server.models("text_encoders") / "text_int8.safetensors", files.FOR_PRX_PIXEL)
     graph = text_to_latent(clip="text_int8.safetensors", cfg=1.0, own_clip_loader=own_clip_loader)
 
     assert 1e-5 < rel_err(latent(graph), latent(text_to_latent(cfg=1.0))) < 0.05
@@ -124,7 +124,7 @@ def test_a_quantized_embedding_is_refused_where_comfyui_has_none(server: Server)
     if at_least(server.comfyui, "0.21.0"):
         pytest.skip("this ComfyUI holds quantized embeddings")
     state = {**quantized(files.text_state(), "float8_e4m3fn", ("embed_tokens",)), **files.tokenizer_tensor()}
-    files.save_file(state, server.models("text_encoders") / "text_fp8_embedding.safetensors")
+    files.save_file(state, server.models("text_encoders") / "text_fp8_embedding.safetensors", files.FOR_PRX_PIXEL)
 
     with pytest.raises(GraphError, match=r"'embed_tokens' is quantized .* can't hold a quantized Embedding"):
         server.run(text_to_latent(clip="text_fp8_embedding.safetensors"))
