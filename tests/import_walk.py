@@ -71,8 +71,7 @@ class Module:
     @property
     def part(self) -> str:
         """The folder (or, at the top, the file) that the layers speak of; `cli_quantize.py` is part of the cli."""
-        name = self.name.split("/")[0].removesuffix(".py")
-        return "cli" if name.startswith("cli_") else name
+        return part_named(self.name.split("/")[0].removesuffix(".py"))
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -114,9 +113,14 @@ class Module:
             return
         target = package[: len(package) - level + 1] + (module.split(".") if module else [])
         if target:
-            yield Import(where, None, target[0], now)
+            yield Import(where, None, part_named(target[0]), now)
         elif name != "__version__":
             yield Import(where, None, name if name in LEVEL else "__init__", now)
+
+
+def part_named(name: str) -> str:
+    """`cli_quantize` is part of the cli; every other name at the top is a part of its own."""
+    return "cli" if name.startswith("cli_") else name
 
 
 def _called(node: ast.Call) -> str:
