@@ -12,7 +12,6 @@ from tiny_models import TINY, tiny_module, write_folder
 ROWS = {
     "flux_dev": {},
     "flux2_dev": {},
-    "qwen_image": {},
     "wan21_t2v_14b": {"text_dim": 4096},
     "sd35_large": {},
     "chroma": {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 1},
@@ -36,8 +35,6 @@ def inputs(row: str) -> dict[str, torch.Tensor]:
         return _flux(128, guidance=torch.tensor([3.5]))
     if row == "chroma":
         return _flux(guidance=torch.zeros(1))
-    if row == "qwen_image":
-        return {"x": _noise(1, 16, 1, H, W), "timesteps": torch.tensor([0.4]), "context": _noise(1, 5, 48)}
     if row == "wan21_t2v_14b":
         return {"x": _noise(1, 16, 3, H, W), "timestep": torch.tensor([3.0]), "context": _noise(1, 5, 4096)}
     y = _noise(1, 24)
