@@ -13,7 +13,8 @@ from .sampling import FlowPrediction
 
 def install() -> None:
     """Adds one name; a scheduler of that name that another pack has added stays."""
-    comfy.samplers.SCHEDULER_HANDLERS.setdefault(PUBLISHED, comfy.samplers.SchedulerHandler(published))
+    handlers = comfy.samplers.SCHEDULER_HANDLERS
+    handlers.setdefault(PUBLISHED, comfy.samplers.SchedulerHandler(published))
     # One list in ComfyUI itself; a pack may have replaced either.
     for names in (comfy.samplers.SCHEDULER_NAMES, comfy.samplers.KSampler.SCHEDULERS):
         if PUBLISHED not in names:
