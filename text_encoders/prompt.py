@@ -73,7 +73,10 @@ def encode_text(tokenizer: Tokenizer, prompt: Prompt, text: str, instructed: boo
 
 
 def tokenize_prompt(tokenizer: Tokenizer, prompt: Prompt, text: str, negative: bool = False) -> list[int]:
-    """Ids of one prompt, all of them attended to. May be empty: some tokenizers make nothing of ""."""
+    """Ids of one prompt, all of them attended to. May be empty: some tokenizers make nothing of "", some models want
+    nothing made of it."""
+    if prompt.empty == "zeros" and not text.strip():
+        return []
     ids = encode_text(tokenizer, prompt, text, is_instructed(prompt, text, negative))
     return pad_prompt(tokenizer, prompt, ids)
 
