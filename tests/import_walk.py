@@ -123,6 +123,10 @@ def part_named(name: str) -> str:
     return "cli" if name.startswith("cli_") else name
 
 
+def _part(name: str) -> str:
+    return "cli" if name.startswith("cli_") else name
+
+
 def _called(node: ast.Call) -> str:
     function = node.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
