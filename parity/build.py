@@ -35,7 +35,7 @@ def build_reference(
     arguments = {key: value for key, value in port.complete(config).items() if key in known}
     # Not on the meta device: what it computes in its constructor (tables) is no weight and must have values.
     module = cls(**arguments)
-    module.load_state_dict(_as(weights, dtype), strict=True, assign=True)
+    module.load_state_dict(_as(port.reference_weights(weights), dtype), strict=True, assign=True)
     # torch's own `to`: diffusers' would leave some layers in float32, and warn.
     return torch.nn.Module.to(module, dtype).requires_grad_(False).eval()
 

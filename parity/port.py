@@ -89,8 +89,9 @@ class Port:
     none to import. run_ours(module, inputs), run_reference(module, inputs): one forward pass on inputs under the
     reference's names, returning the output. tiny: card -> constructor arguments of a random model. inputs(config,
     generator): inputs for a model so built. complete(config): arguments that ours works out and the reference wants
-    spelled out. recorded: stage -> how a fixture holds it. fixtures: what fixtures call the architecture. pipelines:
-    card -> what surrounds the network. latent, time: the names of those two inputs.
+    spelled out. reference_weights(weights): under the reference's names, in its shapes. recorded: stage -> how a fixture
+    holds it. fixtures: what fixtures call the architecture. pipelines: card -> what surrounds the network. latent,
+    time: the names of those two inputs.
     """
 
     reference: str | None
@@ -100,6 +101,7 @@ class Port:
     tiny: Mapping[str, Config]
     inputs: Callable[[Config, torch.Generator], Inputs]
     complete: Callable[[Config], dict[str, Any]] = dict
+    reference_weights: Callable[[Inputs], Mapping[str, torch.Tensor]] = dict
     recorded: Mapping[str, Recorded] = field(default_factory=dict)
     fixtures: tuple[str, ...] = ()
     pipelines: Mapping[str, ReferencePipeline] = field(default_factory=dict)

@@ -73,7 +73,6 @@ STAGES = (
     Stage(f"{ATTENTION}.attended", Tap(f"{ATTENTION}.to_out.0", "input", first_argument)),
     same(ATTENTION),
     Stage(f"{MLP}.input", Tap(MLP, "input", first_argument)),
-    same(f"{MLP}.net.0"),
     same(f"{MLP}.gate"),
     same(f"{MLP}.shared_expert"),
     same(MLP),
@@ -93,7 +92,7 @@ TINY = {
         "num_key_value_heads": 2,
         "joint_attention_dim": 24,
         "axes_dims_rope": (4, 6, 6),
-        "dense_moe_strategy": "leave_first_block_dense",
+        "dense_moe_strategy": "all_moe",
         "num_experts": 4,
         "moe_intermediate_dim": 24,
         "capacity_factors": 2.0,
@@ -121,6 +120,16 @@ def complete(config: Config) -> dict[str, Any]:
     return {**config, "capacity_factors": list(factors) if isinstance(factors, tuple) else factors}
 
 
+def reference_weights(weights: Inputs) -> dict[str, torch.Tensor]:
+    """Expert banks are bare tensors there, [experts, in, out]."""
+    return {
+        key.removesuffix(".weight") if ".experts." in key else key: (
+            value.transpose(1, 2).contiguous() if key.endswith("_proj.weight") and ".experts." in key else value
+        )
+        for key, value in weights.items()
+    }
+
+
 def sigmas(steps: int, latent_height: int, latent_width: int) -> list[float]:
     """Without a shift, which is what most say of the published scheduler."""
     scheduler = import_reference("diffusers:FlowMatchEulerDiscreteScheduler")(shift=1.0)
@@ -136,6 +145,7 @@ PORT = Port(
     tiny=TINY,
     inputs=inputs,
     complete=complete,
+    reference_weights=reference_weights,
     recorded={
         "img_in": Recorded(("patch_embed",)),
         "txt_norm": Recorded(("text_norm",)),
