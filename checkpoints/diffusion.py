@@ -66,15 +66,17 @@ def to_diffusers(checkpoint: Checkpoint, architecture: str | None = None) -> tup
     _check_counts(checkpoint, match, known)
     two_way = match.architecture.two_way
     if two_way is None:
-        targets = _native_targets(checkpoint, match, shapes)
+        targets = _published(match, _native_targets(checkpoint, match, shapes))
     elif match.layout is two_way:
         _refuse(checkpoint, match, *two_way.problems_theirs(shapes))
         targets = _prefixed(_as_they_are(shapes, two_way), match.prefix)
     else:
         _refuse(checkpoint, match, *two_way.problems_ours(shapes))
         targets = _prefixed(two_way.to_theirs(shapes), match.prefix)
-    said = {key: value for key, value in (known or {}).items() if key.startswith("_")}
-    config = {"_class_name": _class_name(match), **said, **_arguments(match, known)}
+    config = {"_class_name": _class_name(match), **_arguments(match, known)}
+    if known is not None:
+        # As it was published; an argument that it left out stays out where there is nothing to say.
+        config = {**{key: value for key, value in config.items() if value is not None}, **known}
     return match, Move(checkpoint, targets), config
 
 
@@ -121,6 +123,24 @@ def _native_targets(checkpoint: Checkpoint, match: Match, shapes: Mapping[str, t
     found = {target.name: fit(expected, target.name, target.shape) for target in targets if target.name not in padded}
     check_keys(checkpoint.path, {k: v for k, v in expected.items() if k not in padded}, found)
     return targets
+
+
+def _published(match: Match, targets: list[Target]) -> list[Target]:
+    """Under the names of diffusers, where a card says that they are not ours: a bank of experts is a bare tensor there,
+    turned the other way."""
+    layout = next((layout for layout in match.architecture.layouts if layout.name == "diffusers"), None)
+    if layout is None:
+        return targets
+    renamed = []
+    for target in targets:
+        bare = target.name.removesuffix(".weight")
+        parts = layout.parts(bare)
+        if bare != target.name and [part.name for part in parts] == [target.name]:
+            turned = target.transposed != parts[0].transposed
+            shape = parts[0].shape(target.shape)
+            target = Target(bare, shape, target.runs, turned)
+        renamed.append(target)
+    return renamed
 
 
 def _runs(key: str, part: Any, shape: tuple[int, ...]) -> tuple[Run, ...]:
