@@ -32,7 +32,9 @@ GROUND_COLOURS = ("white", "black", "gray", "pink")
 SHAPES = ("circle", "square", "triangle", "ring")
 RADII = {"small": (6.8, 7.6), "large": (12.0, 12.8)}  # half of a circle's width in pixels
 # Overlap (intersection over union) with the ideal shape below which a blob is no clear shape.
-LEAST_LIKENESS = 0.8
+LEAST_LIKENESS = 0.65
+# A blob of fewer pixels is a speck of the background (which must be plain), and no thing: the smallest has 130.
+LEAST_PIXELS = 20
 RELATIONS = ("left of", "right of", "above", "below")
 
 # Wordings; the first of each is the plain one, used for test prompts.
@@ -90,14 +92,15 @@ def is_held_out(thing: Thing, ground: str) -> bool:
 
 
 def random_scene(rng: np.random.Generator, *, held_out: bool = False, two_things: float = 0.65) -> Scene:
-    """A scene whose things are all held out, or all trained. two_things: probability of a second thing."""
+    """A scene with a thing that is held out, or (for training) without any; two_things: how often it has a second."""
     while True:
         ground = _pick(rng, GROUND_COLOURS)
         count = 2 if rng.random() < two_things else 1
         things = tuple(
             Thing(_pick(rng, tuple(RADII)), _pick(rng, OBJECT_COLOURS), _pick(rng, SHAPES)) for _ in range(count)
         )
-        if all(thing.colour != ground and is_held_out(thing, ground) == held_out for thing in things):
+        visible = all(thing.colour != ground for thing in things)
+        if visible and held_out == any(is_held_out(thing, ground) for thing in things):
             return Scene(things, _pick(rng, RELATIONS) if count == 2 else None, ground)
 
 
@@ -154,7 +157,8 @@ def parse(prompt: str) -> Scene:
 
 
 def held_out_prompts(count: int, seed: int) -> list[str]:
-    """Distinct prompts in plain words, every thing of which is a combination that training never saw; half name two."""
+    """Distinct prompts in plain words that training never had: each names a combination it never saw. Half name two
+    things."""
     rng = np.random.default_rng(seed)
     prompts: dict[str, None] = {}
     while len(prompts) < count:
@@ -217,7 +221,7 @@ def check(picture: np.ndarray, prompt: str) -> list[str]:
         wrong.append(f"the background is {ground}, not {wanted.ground}")
 
     difference = np.linalg.norm(rgb - ground_rgb, axis=-1)
-    blobs = [blob for blob in _blobs(difference > 0.2) if blob.sum() >= 4]
+    blobs = [blob for blob in _blobs(difference > 0.2) if blob.sum() >= LEAST_PIXELS]
     if len(blobs) != len(wanted.things):
         return [*wrong, f"{len(blobs)} things, not {len(wanted.things)}"]
     clear = ~_grown(np.any(blobs, axis=0), 2)
