@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -185,9 +186,9 @@ def _show(text: str, node_id: str | None) -> None:
     if node_id is None:
         return
     with guarded("the line of settings on the node"):
-        from server import PromptServer
-
-        PromptServer.instance.send_progress_text(text, node_id)
+        running = sys.modules.get("server")  # there when ComfyUI serves anyone; importing it would start half of it
+        if running is not None:
+            running.PromptServer.instance.send_progress_text(text, node_id)
 
 
 def set_conditions(conditioning: Any, values: dict[str, Any]) -> Any:

@@ -70,7 +70,7 @@ def config_from_shapes(shapes: Shapes) -> dict[str, Any] | None:
     }
 
 
-_PARTS = ("attention.qkv", "attention.out", "feed_forward.w[123]", "adaLN_modulation.0")
+_PARTS = ("attention.qkv", "attention.out", "feed_forward.w[123]")
 
 ARCHITECTURE = Architecture(
     name="z_image",
@@ -96,7 +96,9 @@ ARCHITECTURE = Architecture(
     quantization=CardPolicy(
         # All 202 matrices inside the blocks, and nothing else: what the published int8 ConvRot file holds.
         blocks=DIFFUSERS.globs(
-            *(f"{stack}.*.{part}" for stack in ("layers", "noise_refiner", "context_refiner") for part in _PARTS)
+            *(f"{stack}.*.{part}" for stack in ("layers", "noise_refiner", "context_refiner") for part in _PARTS),
+            # the context refiner is not modulated
+            *(f"{stack}.*.adaLN_modulation.0" for stack in ("layers", "noise_refiner")),
         ),
         never=DIFFUSERS.never(
             ("x_embedder", "the first layer: 64 inputs"),

@@ -115,7 +115,7 @@ def check_comfyui_does_not_know_our_layout():
     assert comfy.model_detection.detect_unet_config(state_dict(), "") is None
 
 
-def check_registering_is_fast_and_imports_no_model():
+def check_registering_imports_no_model():
     core_detect = comfy.model_detection.detect_unet_config
 
     def core(state_dict, key_prefix, *args, **kwargs):  # a future version with more arguments
@@ -146,8 +146,6 @@ def check_registering_is_fast_and_imports_no_model():
     models.remove(f"{STATE['pack'].__name__}.bridge.model")
     assert not models, models
     assert "diffusers" not in sys.modules
-    # Of the processor; benchmarks/comfyui_startup.py measures what a user waits for.
-    assert STATE["seconds"] < 0.6, STATE["seconds"]
 
 
 def routes():

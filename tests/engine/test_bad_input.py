@@ -276,7 +276,7 @@ def test_a_model_that_only_comfyuis_core_runs(run, graph: dict, monkeypatch: pyt
     from nativedit.supported_models import get_architecture
 
     card = replace(get_architecture("prx_pixel"), title="FLUX.1", module=None)
-    monkeypatch.setattr(host, "recognise", lambda *_, **__: SimpleNamespace(architecture=card))
+    monkeypatch.setattr(host, "recognise", lambda *_, **__: SimpleNamespace(architecture=card, config={}))
     assert re.search("tiny.safetensors: is FLUX.1, which ComfyUI's core runs .*--server", failure(run, graph))
 
 
