@@ -124,8 +124,7 @@ class KeyMap:
     dimension, and what each part is called (replacements, first match wins). ``swapped``: our keys whose two halves
     along the first dimension are the other way round; ``transposed``: those whose last two dimensions are exchanged.
     ``ignored``: their keys that hold nothing of ours (tables computed anew, training's leftovers);
-    ``config_from_shapes`` still sees them. ``back``: regular expressions from our keys to theirs, first match wins, for
-    the layout of a diffusers folder where that is not ours.
+    ``config_from_shapes`` still sees them.
     """
 
     name: str
@@ -136,7 +135,6 @@ class KeyMap:
     swapped: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    back: tuple[tuple[str, str], ...] = ()
 
     def rename(self, key: str) -> str:
         for pattern, replacement in self.rules:
@@ -144,14 +142,6 @@ class KeyMap:
             if count:
                 return renamed
         return key
-
-    def theirs(self, name: str) -> Part:
-        """What a weight of ours is called in this layout, and whether it is turned there."""
-        for pattern, replacement in self.back:
-            renamed, count = re.subn(pattern, replacement, name, count=1)
-            if count:
-                return Part(renamed, transposed=self._part(name).transposed)
-        return Part(name)
 
     def parts(self, key: str) -> tuple[Part, ...]:
         """What of ours a tensor of this layout holds: one weight, several, or none."""

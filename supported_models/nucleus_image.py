@@ -39,7 +39,6 @@ PUBLISHED_LAYOUTS = tuple(
         prefixes=("", "transformer."),
         rules=((_BANKS + "$", r"\1.weight"),),
         transposed=(_BANKS + r"\.weight$",),
-        back=((_BANKS + r"\.weight$", r"\1"),),
     )
     for first in (3, 1, 0)
 )
