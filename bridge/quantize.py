@@ -7,6 +7,7 @@ memory management apply unchanged.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import uuid
 from collections.abc import Iterable, Mapping
@@ -69,15 +70,35 @@ def compute_device() -> torch.device:
     return device if device.type == "cuda" else torch.device("cpu")
 
 
-def as_comfyui_sees(shapes: Shapes) -> tuple[Any, str]:
-    """What our cards and ComfyUI's own detection make of these shapes; two equal answers are the same model."""
-    return transform.identity(shapes), _cores_verdict(shapes)
+class DetectedAs:
+    """What our cards and ComfyUI's own detection make of shapes; two equal answers are the same model.
+
+    A quantization may ask hundreds of times: the card that knows the first shapes is the only one asked later."""
+
+    def __init__(self) -> None:
+        self._match: Match | None = None
+        self._asked = False
+
+    def __call__(self, shapes: Shapes) -> tuple[Any, str]:
+        if not self._asked:
+            self._match, self._asked = find_architecture(shapes), True
+        own = None
+        if self._match is not None:
+            found = self._match.architecture.match(shapes, self._match.prefix)
+            own = None if found is None else (found.layout and found.layout.name, found.config)
+        return own, cores_verdict(shapes)
 
 
-def _cores_verdict(shapes: Shapes) -> str:
+@functools.lru_cache(maxsize=4096)
+def _placeholder(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def cores_verdict(shapes: Shapes) -> str:
+    """The configuration that ComfyUI itself finds, as text; what it raises, where it does."""
     originals = comfy.model_detection.__dict__.get(MARK, {})
     detect = originals.get("detect_unet_config", comfy.model_detection.detect_unet_config)
-    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    tensors = {key: _placeholder(tuple(shape)) for key, shape in shapes.items()}
     prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
     own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
     try:
@@ -106,7 +127,7 @@ def load_quantized(
             _refuse_quantized(checkpoint, precision)
         whole = kind is CHECKPOINT
         model = _model_part(checkpoint, match, kind)
-        plan = transform.plan(model, precision, policy=policy, device=compute_device(), detect=as_comfyui_sees)
+        plan = transform.plan(model, precision, policy=policy, device=compute_device(), detect=DetectedAs())
         tensors = plan.tensors(node_progress())
         if whole:
             tensors.update(_notes(source))
@@ -190,7 +211,7 @@ def quantize_model(patcher: Any, precision: str, policy: str, keep: Iterable[str
             exclude=keep,
             requantize=weights.requantize,
             device=compute_device(),
-            detect=as_comfyui_sees,
+            detect=DetectedAs(),
         )
         tensors = plan.tensors(node_progress())
     new = hand_over(title, tensors, {})

@@ -22,7 +22,7 @@ from ..quant.markers import HEADER_KEY, RECORD_KEY
 from ..supported_models import find_architecture
 from .clip import TextEncoderModel
 from .progress import node_progress
-from .quantize import as_comfyui_sees, compute_device, policy_of
+from .quantize import DetectedAs, compute_device, policy_of
 from .weights import diffusion_weights, header_of, not_in_weights, patched_entries
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def save_diffusion_model(patcher: Any, prefix: str, precision: str, policy: str,
             policy=policy_of(policy),
             requantize=weights.requantize,
             device=compute_device(),
-            detect=as_comfyui_sees,
+            detect=DetectedAs(),
         )
         match = find_architecture(weights.source.shapes())
         architecture = match.architecture.name if match else type(patcher.model).__name__

@@ -196,9 +196,22 @@ def _keep_detected(decisions: list[Decision], shapes: dict[str, tuple[int, ...]]
 
     if detect(stored(decisions)) == identity:
         return decisions
+
+    def culprits(group: list[Decision]) -> list[Decision]:
+        """Halving: a model has hundreds of layers, and one or two of them matter."""
+        if not group or detect(stored(group)) == identity:
+            return []
+        if len(group) == 1:
+            return group
+        middle = len(group) // 2
+        return culprits(group[:middle]) + culprits(group[middle:])
+
+    changed = {
+        decision.key for decision in culprits([decision for decision in decisions if decision.recipe is not None])
+    }
     result = [
         decision.kept("model detection reads its width, which this format changes")
-        if decision.recipe is not None and stored([decision]) != shapes and detect(stored([decision])) != identity
+        if decision.key in changed
         else decision
         for decision in decisions
     ]

@@ -14,7 +14,6 @@ ROWS = {
     "flux2_dev": {},
     "wan21_t2v_14b": {"text_dim": 4096},
     "sd35_large": {},
-    "chroma": {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 1},
 }
 H, W = 8, 12
 
@@ -33,8 +32,6 @@ def inputs(row: str) -> dict[str, torch.Tensor]:
         return _flux(y=_noise(1, 24), guidance=torch.tensor([3.5]))
     if row == "flux2_dev":
         return _flux(128, guidance=torch.tensor([3.5]))
-    if row == "chroma":
-        return _flux(guidance=torch.zeros(1))
     if row == "wan21_t2v_14b":
         return {"x": _noise(1, 16, 3, H, W), "timestep": torch.tensor([3.0]), "context": _noise(1, 5, 4096)}
     y = _noise(1, 24)
