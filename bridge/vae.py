@@ -133,7 +133,7 @@ def check_tiles(compression: int, tile: tuple[int, int], overlap: int) -> None:
     if whole and overlap < shortest:
         return
     raise ValueError(
-        f"this autoencoder can't encode in tiles of {tile[0]}x{tile[1]} pixels that overlap by {overlap}: tiles have to "
+        f"this autoencoder can't encode in tiles of {tile[0]}x{tile[1]} pixels that overlap by {overlap}: tiles must "
         f"be multiples of {2 * compression}, the overlap a multiple of {compression} and less than half a tile; "
         f"{max(8 * compression, 512)} and {2 * compression} are right"
     )

@@ -90,8 +90,8 @@ class Port:
     reference's names, returning the output. tiny: card -> constructor arguments of a random model. inputs(config,
     generator): inputs for a model so built. complete(config): arguments that ours works out and the reference wants
     spelled out. reference_weights(weights): under the reference's names, in its shapes. recorded: stage -> how a
-    fixture holds it. fixtures: what fixtures call the architecture. pipelines: card -> what surrounds the network. latent,
-    time: the names of those two inputs.
+    fixture holds it. fixtures: what fixtures call the architecture. pipelines: card -> what surrounds the network.
+    latent, time: the names of those two inputs.
     """
 
     reference: str | None

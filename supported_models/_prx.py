@@ -7,7 +7,7 @@ from typing import Any
 from ..quant.policy import CardPolicy
 from ._architecture import KeyMap, Shapes
 
-# The research trainer (Photoroom/PRX) names the attention's layers differently; its Composer checkpoints carry a prefix.
+# The research trainer (Photoroom/PRX) names the attention's layers differently; its checkpoints carry a prefix.
 TRAINER_LAYOUT = KeyMap(
     name="trainer",
     marker="blocks.0.img_qkv_proj.weight",

@@ -9,8 +9,9 @@ class PointwiseLayers(torch.nn.Module):
     """Base of a module whose children named in ``pointwise`` are linear layers, stored as 1x1 convolutions.
 
     A checkpoint says [out, in, 1, 1] and so does ``state_dict``, unless the layer is quantized: then it is a matrix
-    there too. The layer itself holds [out, in] and is given tokens, channels last. A matrix is what hosts quantize and what every processor multiplies fast (bfloat16 convolutions run
-    at a tenth of the speed of a matrix product on processors without instructions for them).
+    there too. The layer itself holds [out, in] and is given tokens, channels last. A matrix is what hosts quantize and
+    what every processor multiplies fast (bfloat16 convolutions run at a tenth of the speed of a matrix product on
+    processors without instructions for them).
     """
 
     pointwise: tuple[str, ...] = ()

@@ -59,4 +59,4 @@ def test_comfy_node_validate_accepts_the_pack(comfy, tmp_path: Path):
     done = comfy("node", "validate", cwd=pack)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    assert "passed" in done.stdout + done.stderr

@@ -119,7 +119,7 @@ def test_the_published_size():
         model = transformers.T5EncoderModel(config)
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
-    [(family, prefix, arguments)] = find_text_encoder(shapes)
+    [(_, prefix, arguments)] = find_text_encoder(shapes)
 
     encoder = T5Encoder(**arguments, device="meta")
     expected = {key: tuple(value.shape) for key, value in encoder.state_dict().items()}
