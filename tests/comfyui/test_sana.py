@@ -192,7 +192,7 @@ def encoding(picture: str, **tiles: int) -> dict:
 def test_tiles_that_no_latent_pixel_fits_are_refused(
     server: Server, sana_models: Path, picture: str, tile: int, overlap: int
 ):
-    with pytest.raises(GraphError, match=r"tiles have to be multiples of 64, the overlap a multiple of 32"):
+    with pytest.raises(GraphError, match=r"tiles must be multiples of 64, the overlap a multiple of 32"):
         server.run(encoding(picture, tile_size=tile, overlap=overlap))
 
 
