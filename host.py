@@ -63,6 +63,12 @@ class Host(Protocol):
         """Names (relative, as the host shows them) of the files in a models folder: "diffusion_models",
         "text_encoders", "vae", "loras"."""
 
+    def list_model_folders(self) -> list[str]:
+        """ "FOLDER/NAME" of the diffusers folders and sharded models among the models."""
+
+    def fingerprint_source(self, source: str) -> str:
+        """Changes when the file or folder "FOLDER/NAME", or anything in it, does; never raises."""
+
     def fingerprint(self, folder: str, file: str, policy: str = CARD) -> str:
         """Changes when the file or the policy's file does; never raises for one that is gone."""
 
@@ -147,6 +153,12 @@ class Host(Protocol):
     def repair_checkpoint(self, file: str, *, prefix: str, original: str | None = None) -> Saved:
         """The quantized file in the form that ComfyUI loads. original: "FOLDER/NAME" of the unquantized model, which
         settles what the file does not say."""
+
+    def convert_checkpoint(
+        self, source: str, *, prefix: str, layout: str = "comfy", component: str = AUTO, architecture: str = AUTO
+    ) -> Saved:
+        """A model in another layout, in the output folder: one file ("comfy"), a folder ("diffusers"), a folder of one
+        file per part (component "all"). source: "FOLDER/NAME", a file or one of ``list_model_folders``."""
 
     def compare_models(self, reference: Any, model: Any) -> Pictured:
         """How far the weights of ``model`` are from those of ``reference``, layer by layer, in decibels."""

@@ -20,7 +20,7 @@ from ..files.errors import FileError
 from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, Graph, Pictured, Sampled, Saved
 from ..quant.formats import is_format
 from ..quant.reader import canonical_state_dict
-from . import detection, patch_guidance, quantize, reports, sample, save, text_encoders, vae
+from . import convert, detection, patch_guidance, quantize, reports, sample, save, text_encoders, vae
 from .clip import PromptTokenizer
 from .hooks import loading
 from .model import NativeDiTModel
@@ -37,6 +37,12 @@ class ComfyUIHost:
 
     def list_files(self, folder: str) -> list[str]:
         return folder_paths.get_filename_list(folder)
+
+    def list_model_folders(self) -> list[str]:
+        return convert.list_model_folders()
+
+    def fingerprint_source(self, source: str) -> str:
+        return convert.fingerprint_source(source)
 
     def fingerprint(self, folder: str, file: str, policy: str = CARD) -> str:
         paths = [
@@ -135,6 +141,11 @@ class ComfyUIHost:
 
     def repair_checkpoint(self, file: str, *, prefix: str, original: str | None = None) -> Saved:
         return reports.repair_checkpoint(file, prefix, original)
+
+    def convert_checkpoint(
+        self, source: str, *, prefix: str, layout: str = "comfy", component: str = AUTO, architecture: str = AUTO
+    ) -> Saved:
+        return convert.convert_checkpoint(source, prefix, layout, component, architecture)
 
     def compare_models(self, reference: Any, model: Any) -> Pictured:
         return reports.compare_models(reference, model)

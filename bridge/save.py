@@ -32,12 +32,13 @@ SPEC = "modelspec."
 _NOT_KEPT = {HEADER_KEY, RECORD_KEY, "prompt", "workflow", SPEC + "hash_sha256", SPEC + "date", SPEC + "title"}
 
 
-def new_file(prefix: str) -> tuple[str, dict[str, str]]:
-    """(path, how ComfyUI names it) of the next free file of a name template. Raises UnsafePath."""
+def new_file(prefix: str, suffix: str = ".safetensors") -> tuple[str, dict[str, str]]:
+    """(path, how ComfyUI names it) of the next free file (a folder, without ``suffix``) of a name template. Raises
+    UnsafePath."""
     root = folder_paths.get_output_directory()
     safe_parts(prefix.replace(":", "-").replace("%", "_"), root)
     folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, root)
-    file = f"{name}_{counter:05}_.safetensors"
+    file = f"{name}_{counter:05}_{suffix}"
     contained(root, os.path.join(subfolder, file))
     return os.path.join(folder, file), {"filename": file, "subfolder": subfolder, "type": "output"}
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from ..files.errors import FileError, OutputError
 from ..quant.stream import Progress
 from . import components, diffusion, text, vae
+from .folders import ALL, LAYOUTS
 from .kinds import AUTOENCODER, CHECKPOINT, DIFFUSION_MODEL, LORA, TEXT_ENCODER, kind_of, wrong_slot
 from .opened import Checkpoint
 from .pickles import open_any
 from .report import ConversionReport
 from .save import SHARD_BYTES, write_file, write_folder
 
-LAYOUTS = ("comfy", "diffusers")
 _CONVERTIBLE = (DIFFUSION_MODEL, TEXT_ENCODER, AUTOENCODER)
 
 
@@ -32,9 +32,10 @@ def convert(
     """Write a model in another layout; quantized layers keep their bits.
 
     source: a file (safetensors, or a pickle: .pth, .pt, .bin, .ckpt), a shard index, a folder; of a whole pipeline
-    (model_index.json) the transformer, or ``component``. destination: for "comfy" a .safetensors file (a folder for
-    every part of a pipeline or of an all-in-one checkpoint), for "diffusers" a new folder. architecture: a card's
-    name, None = recognise. tokenizer: of a text encoder, when it isn't beside it. progress: (done, total, key).
+    (model_index.json) the transformer, or ``component``. destination: for "comfy" a .safetensors file (a folder, or
+    component "all", for every part of a pipeline or of an all-in-one checkpoint), for "diffusers" a new folder.
+    architecture: a card's name, None = recognise. tokenizer: of a text encoder, when it isn't beside it.
+    progress: (done, total, key).
     Raises FileError (missing and unknown keys by name; the wrong kind of file), OutputError, ValueError.
     """
     if layout not in LAYOUTS:
@@ -42,18 +43,24 @@ def convert(
     path = Path(source)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
-    if layout == "comfy" and (parts := components.parts_of(path)) and component is None:
-        if _is_folder(destination):
-            return components.to_folder(path, destination, parts, convert, progress=progress)
-        component = "transformer" if "transformer" in parts else parts[0]
+    parts, every = components.parts_of(path), component == ALL
+    _check_component(path, component, parts, layout)
+    if layout == "comfy" and parts and (every or (component is None and _is_folder(destination))):
+        return components.to_folder(path, destination, parts, convert, progress=progress)
+    component = None if every else component
+    if component is None and parts and "transformer" not in parts:
+        component = parts[0]
     with open_any(path, component=component or "transformer") as checkpoint:
         kind = kind_of(checkpoint.shapes)
-        if kind is CHECKPOINT and layout == "comfy" and _is_folder(destination):
+        if kind is CHECKPOINT and layout == "comfy" and (every or _is_folder(destination)):
             return components.split(checkpoint, destination, progress=progress)
+        if every:
+            raise FileError(checkpoint.path, f"is {kind.title} alone; there are no parts to take apart")
         if kind is CHECKPOINT:
             raise FileError(
                 checkpoint.path,
-                "is an all-in-one checkpoint; give a folder as destination (--to comfy) to get one file per part first",
+                "is an all-in-one checkpoint; give a folder as destination, or 'all' as component, to get one file per "
+                "part in comfy layout first",
             )
         if kind is LORA:
             raise FileError(checkpoint.path, "is a LoRA or another adapter; `nativedit lora` converts those")
@@ -64,6 +71,16 @@ def convert(
         if layout == "comfy":
             return _to_comfy(checkpoint, kind, destination, architecture, tokenizer, progress)
         return _to_diffusers(checkpoint, kind, destination, architecture, progress, shard_bytes)
+
+
+def _check_component(path: Path, component: str | None, parts: list[str], layout: str) -> None:
+    if component == ALL and layout != "comfy":
+        raise ValueError(f"component 'all' takes models apart for ComfyUI; layout {layout!r} is written part by part")
+    if component in (None, ALL) or component in parts or (path / component).is_dir():
+        return
+    raise FileError(
+        path, f"has no part {component!r}; " + (f"it has {', '.join(parts)}" if parts else "it is no pipeline")
+    )
 
 
 def _is_folder(destination: str | os.PathLike) -> bool:

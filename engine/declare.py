@@ -7,9 +7,9 @@ nodes. The engine runs them and knows nothing else of them.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,7 @@ __all__ = ["engine_host", "io", "node_classes", "widgets_of"]
 
 _ROOT = __package__.rpartition(".")[0]
 
-io: ModuleType = importlib.import_module(f"{_ROOT}.nodes._schema")
+io: ModuleType = import_module(f"{_ROOT}.nodes._schema")
 
 # Modules of this folder with a list NODES.
 _OWN = ("nodes_loaders", "nodes_conditioning", "nodes_latent", "nodes_sampling", "nodes_image", "nodes_utility")
@@ -36,7 +36,7 @@ def node_classes() -> dict[str, type]:
     """class_type -> node class, the engine's own and the pack's. A class is called as its node."""
     classes = list(import_dotted(".nodes:NODES"))
     for name in _OWN:
-        classes += importlib.import_module(f".{name}", __package__).NODES
+        classes += import_module(f".{name}", __package__).NODES
     return {cls.__name__: cls for cls in classes}
 
 
@@ -59,6 +59,9 @@ class _NoFiles:
 
     def list_files(self, folder: str) -> FileList:
         return FileList((), folder)
+
+    def list_model_folders(self) -> list[str]:
+        return []
 
     def samplers(self) -> list[str]:
         return []

@@ -25,9 +25,10 @@ from ..text_encoders.families import find_text_encoder
 from . import patch_guidance, settings
 from .autoencoder import PIXEL_SPACE, NativeAutoencoder, PixelSpace
 from .clip import Clip
+from .convert_files import ConvertedFiles
 from .flow import FlowSampling
 from .lora import LoraFile, apply_lora, diffusion_names, text_encoder_names
-from .model_files import ModelFiles, quantized_source
+from .model_files import quantized_source
 from .model_folders import FileList, ModelFolders
 from .objects import VAE, Condition, Model
 from .progress import Progress
@@ -39,7 +40,7 @@ __all__ = ["EngineHost"]
 
 
 @dataclass
-class EngineHost(ModelFiles):
+class EngineHost(ConvertedFiles):
     """One run's surroundings: where models are, where pictures go and come from, what computes."""
 
     folders: ModelFolders

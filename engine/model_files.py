@@ -127,10 +127,12 @@ class ModelFiles:
     def _bar(self, source: Source, title: str) -> Any:
         return self.progress.bar(sum(info.nbytes for info in source.tensors.values()), title, unit="B")
 
-    def _new_file(self, prefix: str, prompt: Mapping[str, Any] | None) -> tuple[Path, dict[str, str]]:
+    def _new_file(
+        self, prefix: str, prompt: Mapping[str, Any] | None, suffix: str = ".safetensors"
+    ) -> tuple[Path, dict[str, str]]:
         expanded = expand_prefix(prefix, width=0, height=0, prompt=prompt)
-        files = NumberedFiles(self.output_dir, expanded, suffix=".safetensors")
-        path = files.target.with_name(f"{files.target.name}_{files.counter:05}_.safetensors")
+        files = NumberedFiles(self.output_dir, expanded, suffix=suffix)
+        path = files.target.with_name(f"{files.target.name}_{files.counter:05}_{suffix}")
         subfolder = path.parent.relative_to(files.base).as_posix()
         return path, {"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": "output"}
 

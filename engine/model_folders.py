@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.folders import MODEL_FOLDERS, model_folders
 from ..host import POLICY_FOLDER
 
 __all__ = ["DEMO", "FileList", "ModelFolders"]
@@ -62,6 +63,7 @@ class ModelFolders:
             self.roots.append(Path(root))
             self._places.append(Path(root))
         self._listed: dict[str, dict[str, Path]] = {}
+        self._models: dict[str, Path] | None = None
 
     def _folders(self, folder: str) -> Iterator[Path]:
         for place in [*self._places, DEMO]:
@@ -83,6 +85,16 @@ class ModelFolders:
 
     def list(self, folder: str) -> FileList:
         return FileList(sorted(self.files(folder), key=str.lower), folder)
+
+    def model_folders(self) -> dict[str, Path]:
+        """ "FOLDER/NAME" -> path of the diffusers folders and sharded models; the first root that has a name wins."""
+        if self._models is None:
+            self._models = {}
+            for kind in MODEL_FOLDERS:
+                for place in self._folders(kind):
+                    for name, path in model_folders(place):
+                        self._models.setdefault(f"{kind}/{name}", path)
+        return self._models
 
     def find(self, folder: str, name: str) -> str:
         """The listed name that ``name`` means. Workflows come from other systems: ``\\`` is read as ``/``, letter case

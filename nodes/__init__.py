@@ -1,6 +1,7 @@
 """ComfyUI nodes (V3 schema). Each is one call on the Host."""
 
 from .checkpoint_reports import NativeDiTCompareModels, NativeDiTInspectCheckpoint, NativeDiTRepairCheckpoint
+from .convert import NativeDiTConvertCheckpoint
 from .empty_latent import NativeDiTEmptyLatent
 from .guidance import NativeDiTAdaptiveProjectedGuidance, NativeDiTSizeConditions
 from .load_diffusion_model import NativeDiTLoadDiffusionModel
@@ -22,6 +23,7 @@ NODES = [
     NativeDiTSaveVAE,
     NativeDiTInspectCheckpoint,
     NativeDiTRepairCheckpoint,
+    NativeDiTConvertCheckpoint,
     NativeDiTCompareModels,
     NativeDiTLoadVAE,
     NativeDiTNegativePrompt,

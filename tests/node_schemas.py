@@ -27,6 +27,9 @@ class ListedFiles:
     def list_files(self, folder: str) -> list[str]:
         return [f"<{folder}>"]
 
+    def list_model_folders(self) -> list[str]:
+        return ["<folders>"]
+
     def samplers(self) -> list[str]:
         return ["<samplers>"]
 
