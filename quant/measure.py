@@ -11,7 +11,7 @@ from .formats import Recipe
 from .kitchen import dequantize_matrix, quantize_matrix, tensor_scale
 from .stream import RowRun
 
-__all__ = ["relative_error", "sampled_error", "sqnr"]
+__all__ = ["relative_error", "sampled_error", "sqnr", "weighted_error", "weighted_sqnr"]
 
 _SAMPLE_ROWS = 256
 
@@ -29,6 +29,27 @@ def relative_error(reference: torch.Tensor, approximation: torch.Tensor) -> floa
 def sqnr(reference: torch.Tensor, approximation: torch.Tensor) -> float:
     """Signal to quantization noise ratio in decibels; higher is better, infinite when exact."""
     error = relative_error(reference, approximation)
+    return math.inf if error == 0.0 else -20.0 * math.log10(error)
+
+
+def weighted_error(original: torch.Tensor, quantized: torch.Tensor, channel_power: torch.Tensor) -> float:
+    """Relative error of a layer's OUTPUT when its weight [N, K] is ``quantized`` instead of ``original``.
+
+    ``channel_power`` [K]: mean square of each input channel. For inputs whose channels are uncorrelated this is the
+    expected root-mean-square of the outputs' difference over that of the outputs. 0 for two outputs without power.
+    """
+    if original.shape != quantized.shape or channel_power.shape != original.shape[-1:]:
+        raise ValueError(
+            f"weights {tuple(original.shape)} and {tuple(quantized.shape)} with the power of "
+            f"{tuple(channel_power.shape)} channels: both weights need one shape [N, K], the power [K]"
+        )
+    gain = channel_power.float().clamp(min=0).sqrt()
+    return relative_error(original.float() * gain, quantized.float() * gain)
+
+
+def weighted_sqnr(original: torch.Tensor, quantized: torch.Tensor, channel_power: torch.Tensor) -> float:
+    """`weighted_error` in decibels, as `sqnr` is of `relative_error`; higher is better, infinite when exact."""
+    error = weighted_error(original, quantized, channel_power)
     return math.inf if error == 0.0 else -20.0 * math.log10(error)
 
 
