@@ -5,7 +5,7 @@ This file is both doors: ComfyUI imports it as a custom node pack (under a name 
 below are resolved on first use.
 """
 
-import importlib
+from importlib import import_module
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ def __getattr__(name):
         module = _PUBLIC[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    return getattr(importlib.import_module(module, __name__), name)
+    return getattr(import_module(module, __name__), name)
 
 
 def __dir__():

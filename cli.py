@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from . import __version__
 
@@ -99,7 +99,7 @@ def _size(nbytes: int) -> str:
 
 def _command(dotted: str):
     module, _, name = dotted.partition(":")
-    return getattr(importlib.import_module(module, __package__), name)
+    return getattr(import_module(module, __package__), name)
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:

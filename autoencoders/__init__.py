@@ -10,11 +10,11 @@ random, latents raw (what the diffusion model sees is the latent format's busine
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -100,7 +100,7 @@ def autoencoders() -> tuple[Autoencoder, ...]:
         if not info.name.endswith("_kinds"):
             continue
         try:
-            found += importlib.import_module(f".{info.name}", __name__).AUTOENCODERS
+            found += import_module(f".{info.name}", __name__).AUTOENCODERS
         except Exception as error:  # whatever a broken module raises must not take the others down
             log.warning("NativeDiT: the autoencoders of %s are disabled, it does not import: %r", info.name, error)
     return tuple(sorted(found, key=lambda kind: kind.name))

@@ -18,7 +18,7 @@ SIGNATURE = (
     "encoder.down_blocks.0.0.conv1.weight",
     "decoder.up_blocks.0.0.conv.weight",
 )
-_BLOCK = re.compile(r"^(?:encoder\.down|decoder\.up)_blocks\.(\d+)\.(\d+)\.(.+)$")
+_BLOCK = r"^(?:encoder\.down|decoder\.up)_blocks\.(\d+)\.(\d+)\.(.+)$"
 # Of every published model; only a filter's second weight tells it, and a model without filters has none.
 HEAD_DIM = 32
 
@@ -59,7 +59,7 @@ def _half(shapes: Shapes, half: str) -> dict[str, Any]:
     """Level by level: block type, width, number of blocks, filter sizes, norm."""
     levels: dict[int, dict[int, dict[str, tuple[int, ...]]]] = {}
     for key, shape in shapes.items():
-        match = _BLOCK.match(key)
+        match = re.match(_BLOCK, key)
         if match and key.startswith(half):
             levels.setdefault(int(match[1]), {}).setdefault(int(match[2]), {})[match[3]] = shape
     found: dict[str, Any] = {

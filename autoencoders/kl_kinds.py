@@ -32,15 +32,15 @@ _PLAIN = (
     (r"coder\.norm_out\.", "coder.conv_norm_out."),
     (r"\.nin_shortcut\.", ".conv_shortcut."),
 )
-_UP = re.compile(r"^decoder\.up\.(\d+)\.(?:block\.(\d+)|upsample)\.")
+_UP = r"^decoder\.up\.(\d+)\.(?:block\.(\d+)|upsample)\."
 
 
 def original_layout(shapes: Shapes) -> Callable[[str], str]:
     """From the original names (CompVis, FLUX, ComfyUI's core) to ours: decoder levels count from the other end."""
-    top = max((int(match[1]) for key in shapes if (match := _UP.match(key))), default=0)
+    top = max((int(match[1]) for key in shapes if (match := re.match(_UP, key))), default=0)
 
     def rename(key: str) -> str:
-        match = _UP.match(key)
+        match = re.match(_UP, key)
         if match:
             inner = "upsamplers.0" if match[2] is None else f"resnets.{match[2]}"
             key = f"decoder.up_blocks.{top - int(match[1])}.{inner}.{key[match.end() :]}"
@@ -57,8 +57,8 @@ _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": 
 
 def old_layout(shapes: Shapes) -> Callable[[str], str]:
     """From the names of 2022 to today's."""
-    pattern = re.compile(rf"\.attentions\.0\.({'|'.join(_OLD_ATTENTION)})\.")
-    return lambda key: pattern.sub(lambda match: f".attentions.0.{_OLD_ATTENTION[match[1]]}.", key)
+    pattern = rf"\.attentions\.0\.({'|'.join(_OLD_ATTENTION)})\."
+    return lambda key: re.sub(pattern, lambda match: f".attentions.0.{_OLD_ATTENTION[match[1]]}.", key)
 
 
 ORIGINAL = Layout("original", marker="encoder.down.0.block.0.conv1.weight", renamer=original_layout)

@@ -14,8 +14,9 @@ from ..files.errors import FileError
 from ..supported_models import import_dotted
 from ..text_encoders.families import TextEncoder, find_text_encoder, module_keys
 from ..text_encoders.prompt import Prompt, seen_positions, tokenize_prompt
-from ..text_encoders.prompt_weights import apply_weights, parse_weights, weighted_tokens
+from ..text_encoders.prompt_weights import apply_weights, embeddings_left_out, read_prompt, weighted_tokens
 from ..text_encoders.tokenizer import Tokenizer
+from .hooks import log
 from .quantized import check_weights
 
 
@@ -51,7 +52,9 @@ class PromptTokenizer:
         """{name: [[(id, weight) or (id, weight, word)]]}; one row, empty where the tokenizer makes nothing of "".
 
         negative: a negative prompt, before which some models have no instruction."""
-        pieces = [(text, 1.0)] if disable_weights else parse_weights(text)
+        pieces, embeddings = read_prompt(text, weights=not disable_weights)
+        if embeddings:
+            log.warning("NativeDiT: %s", embeddings_left_out(embeddings))
         if all(weight == 1.0 for _, weight in pieces):
             plain = "".join(piece for piece, _ in pieces)
             row = [(token, 1.0) for token in tokenize_prompt(self.tokenizer, self.prompt, plain, negative)]

@@ -15,12 +15,12 @@ from .model import NativeDiTModel
 
 log = logging.getLogger(__name__)
 
-_SUFFIX = re.compile(
+_SUFFIX = (
     r"\.(?:lora_[AB](?:\.default)?\.weight|lora_(?:down|up|mid)\.weight|lora\.(?:down|up)\.weight|lora_linear_layer\."
     r"(?:down|up)\.weight|alpha|dora_scale|hada_w[12](?:_[ab])?|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|oft_blocks|"
     r"rescale|diff|diff_b|set_weight|w_norm|b_norm|reshape_weight|bias)$"
 )
-_TEXT_ENCODER = re.compile(r"^(?:lora_te\d?_|text_encoders?\.|te\d?\.)")
+_TEXT_ENCODER = r"^(?:lora_te\d?_|text_encoders?\.|te\d?\.)"
 
 
 class KeyMap(dict):
@@ -86,11 +86,11 @@ def _load_lora(original: Callable[..., dict], lora: Any, to_load: Any, *args: An
 
 def report_match(lora: dict, names: dict, parts: set[str]) -> None:
     """One line when a LoRA fits in part. Raises ValueError when less than half of it fits: it is for another model."""
-    layers = {_SUFFIX.sub("", key) for key in lora if _SUFFIX.search(key)}
+    layers = {re.sub(_SUFFIX, "", key) for key in lora if re.search(_SUFFIX, key)}
     if parts == {"diffusion model"}:  # loaded for the model only: its text encoder's layers are left out on purpose
-        layers = {layer for layer in layers if not _TEXT_ENCODER.match(layer)}
+        layers = {layer for layer in layers if not re.match(_TEXT_ENCODER, layer)}
     elif parts == {"text encoder"}:
-        layers = {layer for layer in layers if _TEXT_ENCODER.match(layer)}
+        layers = {layer for layer in layers if re.match(_TEXT_ENCODER, layer)}
     left_over = sorted(layer for layer in layers if layer not in names)
     if not left_over:
         return

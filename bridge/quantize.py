@@ -96,7 +96,7 @@ def _placeholder(shape: tuple[int, ...]) -> torch.Tensor:
 
 def cores_verdict(shapes: Shapes) -> str:
     """The configuration that ComfyUI itself finds, as text; what it raises, where it does."""
-    originals = comfy.model_detection.__dict__.get(MARK, {})
+    originals = vars(comfy.model_detection).get(MARK, {})
     detect = originals.get("detect_unet_config", comfy.model_detection.detect_unet_config)
     tensors = {key: _placeholder(tuple(shape)) for key, shape in shapes.items()}
     prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)

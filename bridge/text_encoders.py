@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 import comfy.sd
 import comfy.supported_models_base
-import comfy.text_encoders
+import comfy.text_encoders.t5
 import comfy.utils
 import torch
 
@@ -220,7 +221,7 @@ def _tokenizer(found: Recognised, state_dict: Mapping[str, torch.Tensor], path: 
     except MissingTokenizer:
         if found.family.name != "t5xxl":
             raise
-        brought = Tokenizer.from_path(Path(comfy.text_encoders.__path__[0]) / "t5_tokenizer")
+        brought = Tokenizer.from_path(Path(inspect.getfile(comfy.text_encoders.t5)).with_name("t5_tokenizer"))
         if brought is None:
             raise
         return brought

@@ -104,11 +104,11 @@ def fill(vae: Any, found: AutoencoderMatch, state_dict: Mapping[str, torch.Tenso
     management = comfy.model_management
     vae.vae_dtype = dtype or management.vae_dtype(vae.device, vae.working_dtypes)
     module = cls(**found.config, device=None, dtype=None, operations=comfy.ops.disable_weight_init)
-    vae.first_stage_model = module.requires_grad_(False).eval().to(vae.vae_dtype)
+    vae.first_stage_model = module.requires_grad_(False).train(False).to(vae.vae_dtype)
     if hasattr(management, "archive_model_dtypes"):  # absent in 0.8
         management.archive_model_dtypes(vae.first_stage_model)
     # 0.8 has the plain one alone; in later versions this is the dynamic one where that runs.
-    patcher = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
+    patcher = vars(comfy.model_patcher).get("CoreModelPatcher", comfy.model_patcher.ModelPatcher)
     vae.patcher = patcher(vae.first_stage_model, load_device=vae.device, offload_device=management.vae_offload_device())
     assign = {"assign": True} if hasattr(vae.patcher, "is_dynamic") and vae.patcher.is_dynamic() else {}
     vae.first_stage_model.load_state_dict(weights, strict=False, **assign)

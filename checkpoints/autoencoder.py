@@ -54,7 +54,7 @@ def load_autoencoder(
         check_keys(source.path, expected, {name: tuple(value.shape) for name, value in state.items()})
         wanted = None if dtype is None else parse_dtype(dtype)
         module.load_state_dict({name: value.to(device, wanted) for name, value in state.items()}, assign=True)
-        return module.requires_grad_(False).eval(), found.autoencoder
+        return module.requires_grad_(False).train(False), found.autoencoder
 
 
 def _what_else(shapes: Mapping[str, tuple[int, ...]], autoencoder: str | None) -> str:

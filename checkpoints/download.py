@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ..files.errors import FileError, OutputError
 
-_ADDRESS = re.compile(r"^https://huggingface\.co/([^/]+/[^/]+)/resolve/([^/]+)/(.+?)(?:\?.*)?$")
+_ADDRESS = r"^https://huggingface\.co/([^/]+/[^/]+)/resolve/([^/]+)/(.+?)(?:\?.*)?$"
 # Partial files wait here, on the same disk as the models, until the next try.
 WAITING = ".nativedit-download"
-_SHA256 = re.compile(r"^[0-9a-f]{64}$")
+_SHA256 = r"^[0-9a-f]{64}$"
 
 
 def fetch(
@@ -33,7 +33,7 @@ def fetch(
     """
     if destination.exists():
         return destination
-    found = _ADDRESS.match(url)
+    found = re.match(_ADDRESS, url)
     if found is None:
         raise FileError(url, "is no address of a file on Hugging Face; download it by hand")
     repository, revision, name = found.groups()
@@ -85,7 +85,7 @@ def _check(got: Path, metadata, url: str, progress: Callable[[int, int], None] |
     if metadata.size is not None and size != metadata.size:
         got.unlink()
         raise FileError(url, f"came as {size:,} bytes, expected were {metadata.size:,}; try again")
-    if not _SHA256.match(wanted):
+    if not re.match(_SHA256, wanted):
         return
     digest, done = hashlib.sha256(), 0
     with open(got, "rb") as file:

@@ -73,7 +73,7 @@ def fill(
         module.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:  # what a quantized layer found wrong, by name
         raise FileError(checkpoint.path, str(error)) from error
-    module.requires_grad_(False).eval()
+    module.requires_grad_(False).train(False)
 
 
 def _quantized(checkpoint: Checkpoint, layer: Layer, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,39 +30,39 @@ CHECKPOINT = Kind("checkpoint", "an all-in-one checkpoint", "checkpoints", "Load
 CONTROLNET = Kind("controlnet", "a ControlNet", "controlnet", "Load ControlNet Model")
 UNKNOWN = Kind("unknown", "no kind of model that NativeDiT knows", "", "")
 
-_ADAPTER = re.compile(
+_ADAPTER = (
     r"\.(?:lora_[AB]|lora_(?:down|up)|lora\.(?:down|up)|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|oft_blocks|dora_scale)\b"
 )
-_TEXT = re.compile(
+_TEXT = (
     r"(?:^|\.)(?:embed_tokens\.weight|shared\.weight|token_embedding\.weight|word_embeddings\.weight)$"
     r"|encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight$|text_model\.encoder\.layers\.0\."
 )
-_VAE = re.compile(
+_VAE = (
     r"(?:^|\.)(?:decoder\.conv_in\.|decoder\.conv1\.|encoder\.conv_in\.|encoder\.conv1\.|decoder\.up_blocks\.|"
     r"encoder\.down_blocks\.|decoder\.up\.0\.)"
 )
-_CONTROL = re.compile(r"(?:^|\.)(?:control_model\.|controlnet_blocks\.|controlnet_cond_embedding\.|input_hint_block\.)")
-_TRANSFORMER = re.compile(r"(?:^|\.)(?:\w*blocks|layers)\.0\.")
-_ALL_IN_ONE = re.compile(r"^(?:model\.diffusion_model|first_stage_model|cond_stage_model|text_encoders|vae)\.")
+_CONTROL = r"(?:^|\.)(?:control_model\.|controlnet_blocks\.|controlnet_cond_embedding\.|input_hint_block\.)"
+_TRANSFORMER = r"(?:^|\.)(?:\w*blocks|layers)\.0\."
+_ALL_IN_ONE = r"^(?:model\.diffusion_model|first_stage_model|cond_stage_model|text_encoders|vae)\."
 
 
 def kind_of(shapes: Shapes) -> Kind:
     """Never raises."""
     keys = list(shapes)
-    if any(_ADAPTER.search(key) for key in keys):
+    if any(re.search(_ADAPTER, key) for key in keys):
         return LORA
-    parts = {match.group() for key in keys if (match := _ALL_IN_ONE.match(key))}
+    parts = {match.group() for key in keys if (match := re.match(_ALL_IN_ONE, key))}
     if "model.diffusion_model." in parts and len(parts) > 1:
         return CHECKPOINT
-    if any(_CONTROL.search(key) for key in keys):
+    if any(re.search(_CONTROL, key) for key in keys):
         return CONTROLNET
     if find_architecture(shapes) is not None:
         return DIFFUSION_MODEL
-    if find_text_encoder(shapes) or any(_TEXT.search(key) for key in keys):
+    if find_text_encoder(shapes) or any(re.search(_TEXT, key) for key in keys):
         return TEXT_ENCODER
-    if any(_VAE.search(key) for key in keys) and not any("diffusion_model." in key for key in keys):
+    if any(re.search(_VAE, key) for key in keys) and not any("diffusion_model." in key for key in keys):
         return AUTOENCODER
-    if "model.diffusion_model." in parts or any(_TRANSFORMER.search(key) for key in keys):
+    if "model.diffusion_model." in parts or any(re.search(_TRANSFORMER, key) for key in keys):
         return DIFFUSION_MODEL
     return UNKNOWN
 

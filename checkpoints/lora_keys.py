@@ -29,7 +29,7 @@ SUFFIXES = {
     "diff": "diff",
     "diff_b": "diff_b",
 }
-_SUFFIX = re.compile(r"\.(" + "|".join(re.escape(name) for name in sorted(SUFFIXES, key=len, reverse=True)) + r")$")
+_SUFFIX = r"\.(" + "|".join(re.escape(name) for name in sorted(SUFFIXES, key=len, reverse=True)) + r")$"
 # In front of names with dots, longest first; and in front of names whose dots became underscores.
 DOTTED = (
     "base_model.model.transformer.",
@@ -42,7 +42,7 @@ DOTTED = (
     "",
 )
 FLAT = ("lora_unet_", "lora_transformer_", "lycoris_")
-_OTHER_PART = re.compile(r"^(?:lora_te\d?_|text_encoders?(?:_\d)?\.|te\d?\.|clip_[lg]\.|vae\.)")
+_OTHER_PART = r"^(?:lora_te\d?_|text_encoders?(?:_\d)?\.|te\d?\.|clip_[lg]\.|vae\.)"
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Layer:
 
 def split_key(key: str) -> tuple[str, str] | None:
     """(all before the suffix, the suffix as the file spells it), None for a key that is no adapter's."""
-    match = _SUFFIX.search(key)
+    match = re.search(_SUFFIX, key)
     return (key[: match.start()], match[1]) if match else None
 
 
 def is_other_part(key: str) -> bool:
     """Whether a key is about a text encoder or an autoencoder, which conversion leaves alone."""
-    return _OTHER_PART.match(key) is not None
+    return re.match(_OTHER_PART, key) is not None
 
 
 def readings(start: str) -> list[Layer]:
@@ -85,12 +85,12 @@ class Names:
 
     def __init__(self, two_way: TwoWayMap):
         self._two_way = two_way
-        self._flat: list[tuple[re.Pattern[str], str]] = []
+        self._flat: list[tuple[str, str]] = []
         for rule in two_way.rules:
             for name in (rule.ours, *rule.parts):
                 if rule.params:
                     pattern = re.escape(name.replace(".", "_")).replace(r"\#", r"(\d+)")
-                    self._flat.append((re.compile(pattern), name))
+                    self._flat.append((pattern, name))
 
     def find(self, layer: Layer) -> Place | None:
         name = layer.name if not layer.flat else self._dotted(layer.name)
@@ -108,7 +108,7 @@ class Names:
 
     def _dotted(self, flat: str) -> str | None:
         for pattern, name in self._flat:
-            match = pattern.fullmatch(flat)
+            match = re.fullmatch(pattern, flat)
             if match:
                 return name.replace("#", match[1], 1) if match.groups() else name
         return None

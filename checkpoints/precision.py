@@ -22,7 +22,7 @@ _WORDS = (
     ("fp16", r"fp16"),
     ("fp32", r"fp32"),
 )
-_WORD = re.compile(r"[._-](?:" + "|".join(pattern for _, pattern in _WORDS) + r")(?=[._-]|$)", re.IGNORECASE)
+_WORD = r"(?i)[._-](?:" + "|".join(pattern for _, pattern in _WORDS) + r")(?=[._-]|$)"
 
 
 def precision_of(path: str | os.PathLike) -> str:
@@ -57,7 +57,7 @@ def without_precision(name: str) -> str:
     """A file's name without folder, extension and words for a precision: what its variants have in common."""
     stem = re.split(r"[/\\]", name)[-1]
     stem = re.sub(r"\.(?:safetensors|sft|ckpt|pt|pth|bin|gguf)$", "", stem, flags=re.IGNORECASE)
-    return _WORD.sub("", stem).lower()
+    return re.sub(_WORD, "", stem).lower()
 
 
 def rank(precision: str, nvfp4: bool = False) -> int:

@@ -24,7 +24,7 @@ from .stored_config import is_config
 # those: a file with one is taken for an encoder of this pack's models.
 _CORE_HAS_TOKENIZER = {"qwen3": (1024, 2048, 2560, 4096)}
 # The half of an encoder-decoder that no diffusion model asks.
-_DECODER = re.compile(r"^(?:model\.)?decoder\.")
+_DECODER = r"^(?:model\.)?decoder\."
 _TOKENIZER_FILES = {
     JSON_TENSOR: "tokenizer.json",
     SPIECE_TENSOR: "tokenizer.model",
@@ -38,7 +38,7 @@ def to_comfy(
     """(title, what to write, header entries, keys left out, notes). Raises FileError: missing or unknown keys."""
     found = find_text_encoder(checkpoint.shapes, checkpoint.metadata)
     notes: list[str] = []
-    left_out = [key for key in checkpoint.shapes if _DECODER.match(key)] if _is_encoder_half(found) else []
+    left_out = [key for key in checkpoint.shapes if re.match(_DECODER, key)] if _is_encoder_half(found) else []
     keys = [key for key in checkpoint.shapes if key not in set(left_out) and not _is_extra(key)]
     if found:
         _check(checkpoint, found[0], left_out)

@@ -37,8 +37,8 @@ _INVERSE = (
     (r"\.conv_shortcut\.", ".nin_shortcut."),
 )
 _MODULES = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "bn.")
-_UP = re.compile(r"^decoder\.up_blocks\.(\d+)\.(?:resnets\.(\d+)|upsamplers\.0)\.")
-_ATTENTION = re.compile(r"\.attn_1\.(?:q|k|v|proj_out)\.weight$|\.attentions\.0\.to_(?:q|k|v|out\.0)\.weight$")
+_UP = r"^decoder\.up_blocks\.(\d+)\.(?:resnets\.(\d+)|upsamplers\.0)\."
+_ATTENTION = r"\.attn_1\.(?:q|k|v|proj_out)\.weight$|\.attentions\.0\.to_(?:q|k|v|out\.0)\.weight$"
 
 
 def to_comfy(checkpoint: Checkpoint) -> tuple[str, Move, dict[str, str]]:
@@ -81,7 +81,7 @@ def _targets(checkpoint: Checkpoint, original: bool):
     names = {key: rename(key) for key in own}
     if found is not None:
         _check(checkpoint, found, {names[key]: shape for key, shape in own.items()})
-    levels = 1 + max((int(match[1]) for name in names.values() if (match := _UP.match(name))), default=0)
+    levels = 1 + max((int(match[1]) for name in names.values() if (match := re.match(_UP, name))), default=0)
     targets = []
     for key, shape in own.items():
         name = _original(names[key], levels) if original else names[key]
@@ -120,7 +120,7 @@ def _check(checkpoint: Checkpoint, found: Any, shapes: dict[str, tuple[int, ...]
 
 def _original(name: str, levels: int) -> str:
     """From diffusers' name to the original: the decoder's levels count from the other end."""
-    match = _UP.match(name)
+    match = re.match(_UP, name)
     if match:
         inner = "upsample" if match[2] is None else f"block.{match[2]}"
         name = f"decoder.up.{levels - 1 - int(match[1])}.{inner}.{name[match.end() :]}"
@@ -131,7 +131,7 @@ def _original(name: str, levels: int) -> str:
 
 def _fitting(name: str, shape: tuple[int, ...], original: bool) -> tuple[int, ...]:
     """The attention's matrices: 1x1 convolutions in the original layout, linear layers in diffusers'."""
-    if not _ATTENTION.search(name):
+    if not re.search(_ATTENTION, name):
         return tuple(shape)
     return (*shape[:2], 1, 1) if original else tuple(shape[:2])
 

@@ -16,7 +16,7 @@ from .resolve import Unresolved, resolve
 from .roots import kind_of_folder, open_roots
 
 PRESENT, VARIANT, MISSING = "present", "another precision", "missing"
-_MODEL = re.compile(r"(?!\w+://)[^\n\"<>|]{1,250}\.(?:safetensors|sft|ckpt|pth|pt|gguf)", re.IGNORECASE)
+_MODEL = r"(?i)(?!\w+://)[^\n\"<>|]{1,250}\.(?:safetensors|sft|ckpt|pth|pt|gguf)"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _listed(value: Any) -> Iterator[Mapping[str, Any]]:
             if (
                 isinstance(entry, Mapping)
                 and isinstance(entry.get("name"), str)
-                and _MODEL.fullmatch(entry["name"].strip())
+                and re.fullmatch(_MODEL, entry["name"].strip())
             ):
                 yield entry
         for inner in value.values():
@@ -117,7 +117,7 @@ def _values(value: Any) -> Iterator[str]:
             found = value.get(name)
             entries = found.values() if isinstance(found, Mapping) else found if isinstance(found, list) else ()
             for entry in entries:
-                if isinstance(entry, str) and _MODEL.fullmatch(_plain(entry)):
+                if isinstance(entry, str) and re.fullmatch(_MODEL, _plain(entry)):
                     yield _plain(entry)
         for inner in value.values():
             yield from _values(inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ..checkpoints.load import LoadedTextEncoder
 from ..supported_models import Architecture
 from ..text_encoders.prompt import instruction_ids, seen_positions, tokenize_prompt
-from ..text_encoders.prompt_weights import apply_weights, parse_weights, weighted_tokens
+from ..text_encoders.prompt_weights import apply_weights, embeddings_left_out, read_prompt, weighted_tokens
 from .objects import Condition
 
 __all__ = ["Clip"]
@@ -17,11 +18,15 @@ __all__ = ["Clip"]
 
 @dataclass(frozen=True)
 class Clip:
-    """Weights keep the file's dtype, the computation is float32, as ComfyUI does it for text encoders."""
+    """Weights keep the file's dtype, the computation is float32, as ComfyUI does it for text encoders.
+
+    note: is told what of a prompt could not be used.
+    """
 
     encoder: LoadedTextEncoder
     architecture: Architecture
     device: torch.device
+    note: Callable[[str], None]
 
     @torch.inference_mode()
     def encode(self, text: str, negative: bool = False) -> Condition:
@@ -45,7 +50,9 @@ class Clip:
 
     def _tokens(self, text: str, negative: bool) -> list[tuple[int, float]]:
         tokenizer, prompt = self.encoder.tokenizer, self.architecture.prompt
-        pieces = parse_weights(text)
+        pieces, embeddings = read_prompt(text)
+        if embeddings:
+            self.note(embeddings_left_out(embeddings))
         if any(weight != 1.0 for _, weight in pieces):
             return weighted_tokens(tokenizer, prompt, pieces, negative)
         text = "".join(piece for piece, _ in pieces)

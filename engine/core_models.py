@@ -49,7 +49,7 @@ def load_core_model(
             module.load_state_dict({key: value.to(device) for key, value in state.items()}, strict=True, assign=True)
         except RuntimeError as error:
             raise FileError(path, str(error)) from error
-    return module.to(device).requires_grad_(False).eval()
+    return module.to(device).requires_grad_(False).train(False)
 
 
 def save_core_model(module: torch.nn.Module, destination: str | os.PathLike) -> Match:

@@ -125,7 +125,7 @@ class EngineHost(ConvertedFiles):
                 quantized_operations=ComfyUIOps,
                 progress=bar.to,
             )
-        return Clip(encoder, card, self.device)
+        return Clip(encoder, card, self.device, self.progress.note)
 
     def encode_negative_prompt(self, clip: Clip, text: str) -> list[Condition]:
         return [clip.encode(text, negative=True)]

@@ -21,8 +21,8 @@ _SUFFIXES = {
     "up": r"lora_B(?:\.default)?\.weight|lora_up\.weight|lora\.up\.weight|lora_linear_layer\.up\.weight",
     "alpha": r"alpha",
 }
-_KEY = re.compile(rf"^(.+)\.(?:{'|'.join(f'(?P<{name}>{pattern})' for name, pattern in _SUFFIXES.items())})$")
-_TEXT_ENCODER = re.compile(r"^(?:lora_te\d?_|text_encoders?\.|te\d?\.)")
+_KEY = rf"^(.+)\.(?:{'|'.join(f'(?P<{name}>{pattern})' for name, pattern in _SUFFIXES.items())})$"
+_TEXT_ENCODER = r"^(?:lora_te\d?_|text_encoders?\.|te\d?\.)"
 
 
 @dataclass
@@ -40,7 +40,7 @@ class LoraFile:
             layers: dict[str, dict[str, torch.Tensor]] = {}
             unread = []
             for key in source:
-                if match := _KEY.match(key):
+                if match := re.match(_KEY, key):
                     layers.setdefault(match[1], {})[match.lastgroup] = source.read(key)
                 else:
                     unread.append(key)
@@ -51,7 +51,7 @@ class LoraFile:
         return cls(os.fspath(path), whole, unread)
 
     def part(self, *, text_encoder: bool) -> set[str]:
-        return {name for name in self.layers if bool(_TEXT_ENCODER.match(name)) == text_encoder}
+        return {name for name in self.layers if bool(re.match(_TEXT_ENCODER, name)) == text_encoder}
 
 
 def diffusion_names(layers: Iterable[str], prefixes: Iterable[str]) -> dict[str, str]:

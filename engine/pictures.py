@@ -23,7 +23,7 @@ __all__ = ["NumberedFiles", "expand_prefix", "file_digest", "input_file", "read_
 _DATE = {"yyyy": "%Y", "yy": "%y", "MM": "%m", "M": "%-m", "dd": "%d", "d": "%-d"}
 _DATE |= {"hh": "%H", "h": "%-H", "mm": "%M", "m": "%-M", "ss": "%S", "s": "%-S"}
 _CLOCK = {"year": "%Y", "month": "%m", "day": "%d", "hour": "%H", "minute": "%M", "second": "%S"}
-_ILLEGAL = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
+_ILLEGAL = r'[<>:"/\\|?*\x00-\x1f\x7f]'
 
 
 def expand_prefix(
@@ -54,7 +54,7 @@ def expand_prefix(
             if title and title in (node.get("_meta", {}).get("title"), node["class_type"]):
                 found = node["inputs"].get(key)
                 if isinstance(found, (str, int, float)):
-                    return _ILLEGAL.sub("_", str(found))
+                    return re.sub(_ILLEGAL, "_", str(found))
         return match.group()
 
     return re.sub(r"%([^%]+)%", value, prefix)

@@ -77,4 +77,4 @@ def load_wan_autoencoder(
         except RuntimeError as error:
             raise FileError(source.path, f"is not the whole of Wan 2.1's autoencoder: {error}") from error
         name = os.path.basename(os.fspath(path))
-        return WanAutoencoder(name, module.requires_grad_(False).eval(), shapes[last][0], device, dtype)
+        return WanAutoencoder(name, module.requires_grad_(False).train(False), shapes[last][0], device, dtype)

@@ -27,7 +27,7 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x28\xb5\x2f\xfd", "a zstd archive. Unpack it first"),
     (b"\x08\x00\x00\x00\x12", "an ONNX or TensorFlow file. Get the safetensors version of the model"),
 )
-_HTML = re.compile(rb"\s*<(!doctype|html|\?xml|head|body)", re.IGNORECASE)
+_HTML = rb"(?i)\s*<(!doctype|html|\?xml|head|body)"
 
 
 def foreign_kind(head: bytes) -> str | None:
@@ -40,7 +40,7 @@ def foreign_kind(head: bytes) -> str | None:
             "a PyTorch pickle (.pt, .pth, .ckpt, .bin). Pickles can run code when they are loaded: get the "
             "safetensors version, or turn it into one with `nativedit convert`"
         )
-    if _HTML.match(head):
+    if re.match(_HTML, head):
         return "a web page: the download was answered with a page (login or licence?) and not with the file"
     if re.match(rb"\s*[{\[]\s*[\"{\[\]}]", head):
         return "a JSON text (a workflow, a config or a shard index?), not weights"

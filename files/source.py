@@ -24,7 +24,7 @@ from .paths import safe_parts
 __all__ = ["Source", "open_source"]
 
 _DEFAULT_STEMS = ("diffusion_pytorch_model", "model")
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors$")
+_SHARD = r"(.+)-(\d{5})-of-(\d{5})\.safetensors$"
 _CHUNK = 1 << 30
 
 
@@ -208,7 +208,7 @@ def _open_folder(folder: Path) -> Source:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise NotSafetensors(folder, _explain_empty(folder))
-    if all(_SHARD.match(file.name) for file in files):
+    if all(re.match(_SHARD, file.name) for file in files):
         return Source(folder, [read_header(file) for file in _complete_set(folder, files)], config)
     return Source(folder, [read_header(_preferred(folder, files, ".safetensors"))], config)
 
@@ -224,11 +224,11 @@ def _preferred(folder: Path, files: list[Path], suffix: str) -> Path:
 
 
 def _complete_set(folder: Path, files: list[Path]) -> list[Path]:
-    sets = {(match[1], match[3]) for match in (_SHARD.match(file.name) for file in files)}
+    sets = {(match[1], match[3]) for match in (re.match(_SHARD, file.name) for file in files)}
     if len(sets) != 1:
         raise FileError(folder, "holds several sets of shards; name the index file of the one to use")
     total = int(next(iter(sets))[1])
-    found = {int(_SHARD.match(file.name)[2]) for file in files}
+    found = {int(re.match(_SHARD, file.name)[2]) for file in files}
     missing = sorted(set(range(1, total + 1)) - found)
     if missing:
         raise FileError(folder, f"lacks shard {missing[0]:05d} of {total:05d}; get the missing file")

@@ -23,7 +23,7 @@ def build_ours(
     """Our module with these weights, strictly; they are not copied when they have that dtype already."""
     module = cls(**config, device="meta", dtype=dtype)
     module.load_state_dict(_as(weights, dtype), strict=True, assign=True)
-    return module.requires_grad_(False).eval()
+    return module.requires_grad_(False).train(False)
 
 
 def build_reference(
@@ -37,7 +37,7 @@ def build_reference(
     module = cls(**arguments)
     module.load_state_dict(_as(port.reference_weights(weights), dtype), strict=True, assign=True)
     # torch's own `to`: diffusers' would leave some layers in float32, and warn.
-    return torch.nn.Module.to(module, dtype).requires_grad_(False).eval()
+    return torch.nn.Module.to(module, dtype).requires_grad_(False).train(False)
 
 
 def _as(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def random_module(card: Architecture, config: Mapping[str, Any], generator: torc
     """Our module with random weights in float32."""
     module = card.module_class()(**config, dtype=torch.float32)
     randomise(module, generator)
-    return module.requires_grad_(False).eval()
+    return module.requires_grad_(False).train(False)
 
 
 def randomise(module: torch.nn.Module, generator: torch.Generator | None = None) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def import_reference(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        found = getattr(import_module(module), name, None)
     except ImportError as error:
         package = module.split(".")[0]
         raise ImportError(f"the reference {path} can't be imported ({error}): pip install -U {package}") from error

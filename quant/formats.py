@@ -314,7 +314,7 @@ def is_format(name: str) -> bool:
     return name.partition(":")[0] in (*FORMATS, *ALIASES)
 
 
-_SWITCH = re.compile(r"(scale|convrot|group|codebook|linear)=(\w+)")
+_SWITCH = r"(scale|convrot|group|codebook|linear)=(\w+)"
 
 
 def format_named(name: str) -> Format:
@@ -337,7 +337,7 @@ def parse_recipe(text: str | Recipe) -> Recipe:
     name, _, switches = text.strip().partition(":")
     recipe = ALIASES.get(name) or format_named(name).default
     for switch in filter(None, switches.split(",")):
-        match = _SWITCH.fullmatch(switch.strip())
+        match = re.fullmatch(_SWITCH, switch.strip())
         if match is None:
             raise ValueError(
                 f"can't read {switch!r} in the format {text!r}; "

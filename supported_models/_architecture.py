@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ._two_way import TwoWayMap
@@ -25,7 +25,7 @@ ROOT_PACKAGE = __package__.rpartition(".")[0]
 def import_dotted(path: str) -> Any:
     """Import ``.folder.module:Name`` relative to this package, whatever name a host imported it under."""
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module, ROOT_PACKAGE), name)
+    return getattr(import_module(module, ROOT_PACKAGE), name)
 
 
 @dataclass(frozen=True)

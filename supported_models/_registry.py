@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import json
 import logging
 import pkgutil
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from ._architecture import Architecture, Match, Shapes
@@ -26,11 +26,11 @@ ARCHITECTURE_ENTRY = "nativedit.architecture"
 def architectures() -> tuple[Architecture, ...]:
     """All cards that import, by name. A card that fails disables its architecture alone, with one warning."""
     found = []
-    for info in pkgutil.iter_modules(importlib.import_module(__package__).__path__):
+    for info in pkgutil.iter_modules(import_module(__package__).__path__):
         if info.name.startswith("_"):
             continue
         try:
-            found.append(importlib.import_module(f".{info.name}", __package__).ARCHITECTURE)
+            found.append(import_module(f".{info.name}", __package__).ARCHITECTURE)
         except Exception as error:  # whatever a broken card raises must not take the others down
             log.warning("NativeDiT: architecture %s is disabled, its card does not import: %r", info.name, error)
     return tuple(sorted(found, key=lambda card: card.name))

@@ -21,8 +21,9 @@ from comfyui_support import ROOT, comfyui_python, is_comfyui
 
 PACK_FOLDER = "ComfyUI-NativeDiT"
 MODEL_FOLDERS = ("checkpoints", "clip", "diffusion_models", "embeddings", "loras", "text_encoders", "unet", "vae")
-START_SECONDS = 300
-RUN_SECONDS = 300
+# For the start and for a graph; a busy machine may need more.
+WAIT_SECONDS = int(os.environ.get("NATIVEDIT_COMFYUI_SECONDS", "300"))
+ANSWER_SECONDS = WAIT_SECONDS / 5
 
 
 def comfyuis(default: Path | None) -> list[Path]:
@@ -140,7 +141,7 @@ class Server:
             self.process.wait()
 
     def _wait_until_it_answers(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"ComfyUI stopped with {self.process.returncode}:\n{self.log()[-4000:]}")
@@ -150,10 +151,10 @@ class Server:
             except OSError:
                 time.sleep(0.25)
         self.__exit__()
-        raise RuntimeError(f"ComfyUI did not answer within {START_SECONDS} s:\n{self.log()[-4000:]}")
+        raise RuntimeError(f"ComfyUI did not answer within {WAIT_SECONDS} s:\n{self.log()[-4000:]}")
 
     def get(self, path: str) -> bytes:
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=ANSWER_SECONDS) as answer:
             return answer.read()
 
     def get_json(self, path: str) -> Any:
@@ -164,11 +165,11 @@ class Server:
         body = json.dumps({"prompt": graph}).encode()
         request = urllib.request.Request(self.url + "/prompt", body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
                 prompt_id = json.loads(answer.read())["prompt_id"]
         except urllib.error.HTTPError as error:
             raise _refused(json.loads(error.read())) from None
-        deadline = time.monotonic() + RUN_SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             entry = self.get_json(f"/history/{prompt_id}").get(prompt_id)
             if entry is not None and entry.get("status", {}).get("completed") is not None:
@@ -176,7 +177,7 @@ class Server:
             if self.process.poll() is not None:
                 raise RuntimeError(f"ComfyUI died during a graph:\n{self.log()[-4000:]}")
             time.sleep(0.05)
-        raise TimeoutError(f"the graph did not finish within {RUN_SECONDS} s:\n{self.log()[-4000:]}")
+        raise TimeoutError(f"the graph did not finish within {WAIT_SECONDS} s:\n{self.log()[-4000:]}")
 
     def file_of(self, output: dict[str, Any]) -> Path:
         """Where a picture or latent of a node's outputs lies."""

@@ -24,11 +24,12 @@ Config = dict[str, Any]
 EMBEDDING = "embed_tokens.weight"
 T5_EMBEDDING = "shared.weight"
 # What files put before the bare layout: Hugging Face's own nesting, and the component names of all-in-one files.
-PREFIX = re.compile(
-    r"(?:text_encoders?\.)?(?:(?:[a-z0-9_]+\.)?transformer\.)?(?:model\.)?(?:language_model\.)?(?:model\.)?(?:encoder\.)?"
+PREFIX = (
+    r"(?:text_encoders?\.)?(?:(?:[a-z0-9_]+\.)?transformer\.)?"
+    r"(?:model\.)?(?:language_model\.)?(?:model\.)?(?:encoder\.)?"
 )
 # Keys of a file that are no weights of the language model, after the prefix or beside it.
-IGNORED = re.compile(
+IGNORED = (
     r"(?:^|\.)(?:lm_head\.|visual\.|multi_modal_projector\.|vision_tower\.)|rotary_emb\.inv_freq$"
     r"|^(?:tokenizer_json|tokenizer_config|spiece_model|text_encoder_config)$"
     # T5: the embedding under its second name, and the other half of the model.
@@ -246,7 +247,7 @@ def _places(shapes: Shapes) -> Iterator[tuple[TextEncoder, str]]:
     """Families and the prefixes under which a file may hold them."""
     for embedding in dict.fromkeys(family.embedding for family in TEXT_ENCODERS):
         for prefix in sorted({key[: -len(embedding)] for key in shapes if key.endswith(embedding)}):
-            if PREFIX.fullmatch(prefix):
+            if re.fullmatch(PREFIX, prefix):
                 yield from ((family, prefix) for family in TEXT_ENCODERS if family.embedding == embedding)
 
 
@@ -281,5 +282,5 @@ def module_keys(keys: Iterable[str], prefix: str) -> dict[str, str]:
     stay in, for a strict loader to complain about.
     """
     return {
-        key: key[len(prefix) :] for key in keys if key.startswith(prefix) and not IGNORED.search(key[len(prefix) :])
+        key: key[len(prefix) :] for key in keys if key.startswith(prefix) and not re.search(IGNORED, key[len(prefix) :])
     }

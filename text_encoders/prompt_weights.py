@@ -6,12 +6,41 @@ weight, "\\(" and "\\)" are ordinary parentheses.
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from .prompt import Prompt, encode_text, is_instructed, pad_prompt
 from .tokenizer import Tokenizer
 
 _OPEN, _CLOSE = "\0\2", "\0\1"  # escaped parentheses while the others are being read
+
+# Where ComfyUI's own encoders put the vectors of a file of models/embeddings: at the start or after a space, up to the
+# next space or bracket; commas at the end are the prompt's.
+_EMBEDDING = r"(?:^|(?<=\s))embedding:([^\s<\[]*?)(?=,*(?:[\s<\[]|$))\s*"
+
+
+def read_prompt(text: str, weights: bool = True) -> tuple[list[tuple[str, float]], list[str]]:
+    """(pieces with their weights, names of the embeddings that were left out of them).
+
+    weights: False for a text whose parentheses are ordinary ones. "embedding:name" is left out as ComfyUI leaves out an
+    embedding that does not exist: textual inversions are made for CLIP, and no word of the prompt.
+    """
+    left_out: list[str] = []
+
+    def take(match: re.Match[str]) -> str:
+        left_out.append(match[1])
+        return ""
+
+    pieces = parse_weights(text) if weights else [(text, 1.0)]
+    pieces = [(re.sub(_EMBEDDING, take, piece), weight) for piece, weight in pieces]
+    return [(piece, weight) for piece, weight in pieces if piece], left_out
+
+
+def embeddings_left_out(names: list[str]) -> str:
+    """What the user is told."""
+    written = ", ".join(f"embedding:{name}" for name in names)
+    return f"{written} is left out of the prompt: this text encoder takes no textual inversions, they are made for CLIP"
 
 
 def parse_weights(text: str) -> list[tuple[str, float]]:

@@ -32,11 +32,11 @@ def fix_text(text: str) -> str:
     return (_ftfy() or plain_fix_text)(text)
 
 
-_ENTITY = re.compile(r"&#?[0-9A-Za-z]{1,24};")
-_TERMINAL_ESCAPE = re.compile(r"\x1b\[[\d;]*[a-zA-Z]")
-_SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
-_SINGLE_SURROGATE = re.compile("[\ud800-\udfff]")
-_LINE_BREAK = re.compile("\r\n|[\r\u2028\u2029\u0085]")
+_ENTITY = r"&#?[0-9A-Za-z]{1,24};"
+_TERMINAL_ESCAPE = r"\x1b\[[\d;]*[a-zA-Z]"
+_SURROGATE_PAIR = "[\ud800-\udbff][\udc00-\udfff]"
+_SINGLE_SURROGATE = "[\ud800-\udfff]"
+_LINE_BREAK = "\r\n|[\r\u2028\u2029\u0085]"
 
 
 _CONTROL = dict.fromkeys(
@@ -88,12 +88,12 @@ def _fix_line(line: str, entities: bool) -> str:
     while True:
         before = line
         if entities:
-            line = _ENTITY.sub(_resolve_entity, line)
+            line = re.sub(_ENTITY, _resolve_entity, line)
         line = line.translate(_REPLACEMENTS)
-        line = _LINE_BREAK.sub("\n", line)
-        line = _SURROGATE_PAIR.sub(_join_surrogates, line)
-        line = _SINGLE_SURROGATE.sub("\ufffd", line)
-        line = _TERMINAL_ESCAPE.sub("", line).translate(_CONTROL)
+        line = re.sub(_LINE_BREAK, "\n", line)
+        line = re.sub(_SURROGATE_PAIR, _join_surrogates, line)
+        line = re.sub(_SINGLE_SURROGATE, "\ufffd", line)
+        line = re.sub(_TERMINAL_ESCAPE, "", line).translate(_CONTROL)
         line = unicodedata.normalize("NFC", line)
         if line == before:
             return line

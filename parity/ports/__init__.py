@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import pkgutil
+from importlib import import_module
 
 from ..port import Port
 
@@ -14,7 +14,7 @@ __all__ = ["find_port", "port_of_fixture", "ports"]
 @functools.cache
 def ports() -> tuple[Port, ...]:
     names = sorted(info.name for info in pkgutil.iter_modules(__path__))
-    return tuple(importlib.import_module(f".{name}", __name__).PORT for name in names)
+    return tuple(import_module(f".{name}", __name__).PORT for name in names)
 
 
 def find_port(architecture: str) -> Port:

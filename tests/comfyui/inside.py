@@ -308,6 +308,28 @@ def check_prompt_weights_are_read_as_comfyui_reads_them():
         assert parse(text) == [(piece, weight) for piece, weight in expected if piece], text
 
 
+def check_embeddings_are_left_out_where_comfyui_leaves_out_missing_ones():
+    core = comfy.sd1_clip.SDTokenizer(embedding_directory=str(BASE / "models" / "embeddings"))
+    read = part("text_encoders.prompt_weights").read_prompt
+    for text, names in {
+        "embedding:bad-hands": ["bad-hands"],
+        "a cube, embedding:sub/one.pt, of (embedding:two:1.2) glass": ["sub/one.pt", "two"],
+        "(a (embedding:three) cube:0.5) embedding:four": ["three", "four"],
+        "embedding:five<lora:six:1> x": ["five"],
+        "no_embedding:seven, the embedding: of a cube": [""],
+        "see noembedding:eight": [],
+    }.items():
+        pieces, left_out = read(text)
+        assert left_out == names, (text, left_out)
+        expected = core.tokenize_with_weights(text)
+        assert core.tokenize_with_weights("".join(piece for piece, _ in pieces), disable_weights=True)[0] == [
+            (token, 1.0) for token, _ in expected[0]
+        ], text
+    row, lines = LOG.during(lambda: clip().tokenize("a red embedding:bad-hands cube"))
+    assert row == clip().tokenize("a red cube")
+    assert [line for line in lines if "embedding:bad-hands is left out" in line], lines
+
+
 def clip():
     if "clip" not in STATE:
         [loader] = [node for node in STATE["nodes"] if node.__name__ == "NativeDiTLoadTextEncoder"]

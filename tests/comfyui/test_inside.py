@@ -11,7 +11,7 @@ from typing import Any
 
 import comfyui_files as files
 import pytest
-from comfyui_server import environment, install_pack, make_base, python_for
+from comfyui_server import WAIT_SECONDS, environment, install_pack, make_base, python_for
 
 pytestmark = pytest.mark.comfyui
 
@@ -33,7 +33,7 @@ def results(comfyui: Path, comfyui_path: Path, tmp_path_factory: pytest.TempPath
     files.write_loras(base / "models" / "loras")
     output = folder / "results.json"
     command = [os.fspath(python_for(comfyui, comfyui_path)), os.fspath(SCRIPT), comfyui, base, output]
-    run = subprocess.run(command, cwd=comfyui, env=environment(), capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=comfyui, env=environment(), capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert output.exists(), run.stdout[-2000:] + run.stderr[-4000:]
     return json.loads(output.read_text())
 

@@ -200,6 +200,17 @@ def test_values_can_be_set_by_id_title_or_class(run, graph: dict):
     assert result.prompt["positive"]["inputs"]["text"] == "green"
 
 
+def test_a_textual_inversion_in_a_prompt_is_left_out_and_said(run):
+    plain, other = text_to_latent(steps=1), text_to_latent(steps=1)
+    plain["negative"]["inputs"]["text"] = "a blue cube"
+    other["negative"]["inputs"]["text"] = "a embedding:bad-hands blue cube"
+
+    result = run(other)
+
+    assert torch.equal(latent_of(result), latent_of(run(plain)))
+    assert [note for note in result.notes if "embedding:bad-hands is left out of the prompt" in note]
+
+
 def test_a_picture_for_looking_only_is_not_among_the_results(run, graph: dict, tmp_path: Path):
     graph["picture"] = node("PreviewImage", images=["decode", 0])
     result = run(graph)

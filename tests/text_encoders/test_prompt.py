@@ -25,7 +25,7 @@ from nativedit.text_encoders.prompt import (
     seen_positions,
     tokenize_prompt,
 )
-from nativedit.text_encoders.prompt_weights import weighted_tokens
+from nativedit.text_encoders.prompt_weights import read_prompt, weighted_tokens
 from nativedit.text_encoders.text_cleaning import CLEANERS, plain_fix_text
 from nativedit.text_encoders.tokenizer import Tokenizer
 
@@ -206,3 +206,19 @@ def test_weights_in_an_instructed_prompt_leave_the_instruction_alone():
 def test_an_instructed_prompt_that_would_be_padded_is_refused():
     with pytest.raises(ValueError, match="can't be padded"):
         Prompt(instruction="describe it : ", pad_multiple=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces", "names"),
+    [
+        ("embedding:bad-hands", [], ["bad-hands"]),
+        ("a embedding:one, red (embedding:two cube:1.3)", [("a , red ", 1.0), ("cube", 1.3)], ["one", "two"]),
+        ("an embedding and a my_embedding:x", [("an embedding and a my_embedding:x", 1.0)], []),
+    ],
+)
+def test_textual_inversions_are_no_words_of_the_prompt(text: str, pieces: list, names: list[str]):
+    assert read_prompt(text) == (pieces, names)
+
+
+def test_a_prompt_without_weights_keeps_its_parentheses_and_has_no_textual_inversions_either():
+    assert read_prompt("(a embedding:one cube:1.2)", weights=False) == ([("(a cube:1.2)", 1.0)], ["one"])
