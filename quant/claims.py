@@ -53,6 +53,11 @@ class Claim:
     full_precision: bool = False
     experts: int | None = None
 
+    @property
+    def rotation(self) -> int | None:
+        """The width of the rotation it names; 256 where it only says that there is one."""
+        return (self.convrot_groupsize or 256) if self.convrot else None
+
 
 def read_claim(marker: Mapping[str, Any] | None) -> Claim | None:
     if marker is None:
