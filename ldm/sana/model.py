@@ -164,10 +164,11 @@ class GLUMBConv(PointwiseLayers):
 
     def forward(self, x, size):
         """x: [B, rows * columns, D]; size: (rows, columns)."""
-        x = F.silu(self.conv_inverted(x.unflatten(1, size))).movedim(-1, 1)
+        # In place: these are the widest tensors of the model, and a fresh one costs as much as the arithmetic.
+        x = F.silu(self.conv_inverted(x.unflatten(1, size)), inplace=True).movedim(-1, 1)
         x, gate = self.conv_depth(x).movedim(1, -1).flatten(1, 2).chunk(2, dim=-1)
         # Some backends give the picture back channels first, and a matrix product of such tokens is ten times slower.
-        return self.conv_point((x * F.silu(gate)).contiguous())
+        return self.conv_point(F.silu(gate).mul_(x).contiguous())
 
 
 class SanaTransformerBlock(torch.nn.Module):
