@@ -69,25 +69,27 @@ class Host(Protocol):
     def fingerprint_source(self, source: str) -> str:
         """Changes when the file or folder "FOLDER/NAME", or anything in it, does; never raises."""
 
-    def fingerprint(self, folder: str, file: str, policy: str = CARD) -> str:
-        """Changes when the file or the policy's file does; never raises for one that is gone."""
+    def fingerprint(self, folder: str, file: str, policy: str = CARD, architecture: str = AUTO) -> str:
+        """Changes when the file or the policy's file does, or when "auto" (for ``architecture``) means another file;
+        never raises for one that is gone."""
 
     def load_diffusion_model(
         self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED, policy: str = CARD
     ) -> Any:
-        """A MODEL. file: in diffusion_models, or "checkpoints/NAME"; architecture: a card's name or "auto"; precision:
-        "as stored", a dtype's name, or a quantization format; policy: which layers are then quantized: "card",
-        "generic" or a file in models/quantization_policies."""
+        """A MODEL. file: in diffusion_models, or "checkpoints/NAME", or "auto": the best one that is here for the
+        architecture; architecture: a card's name or "auto"; precision: "as stored", a dtype's name, or a quantization
+        format; policy: which layers are then quantized: "card", "generic" or a file in models/quantization_policies.
+        """
 
     def load_text_encoder(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
-        """A CLIP that encodes prompts the way ``architecture`` was trained with."""
+        """A CLIP that encodes prompts the way ``architecture`` was trained with. file: "auto" as for models."""
 
     def encode_negative_prompt(self, clip: Any, text: str) -> Any:
         """A CONDITIONING of what a picture shall not show, as the model's publisher encodes it."""
 
-    def load_vae(self, file: str, *, precision: str = AUTO) -> Any:
-        """A VAE. file: in models/vae, or "pixel_space" for models that work on pixels; precision: dtype of weights and
-        computation, "auto" = the host's choice."""
+    def load_vae(self, file: str, *, precision: str = AUTO, architecture: str = AUTO) -> Any:
+        """A VAE. file: in models/vae, or "pixel_space" for models that work on pixels, or "auto": the best one that is
+        here for the architecture; precision: dtype of weights and computation, "auto" = the host's choice."""
 
     def empty_latent(self, model: Any, *, width: int, height: int, batch_size: int) -> dict[str, Any]:
         """A LATENT of zeros, with the channels and the compression of ``model``. width, height: in pixels of the

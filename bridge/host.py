@@ -21,10 +21,11 @@ from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, Graph, Picture
 from ..quant.formats import is_format
 from ..quant.reader import canonical_state_dict
 from . import convert, detection, patch_guidance, quantize, reports, sample, save, text_encoders, vae
+from .auto_files import auto_path, wants_pixels
 from .clip import PromptTokenizer
 from .hooks import loading
 from .model import NativeDiTModel
-from .quantized import unknown_format
+from .quantized import undo_unheld, unknown_format
 
 # How the loader's node lists the files of models/checkpoints.
 CHECKPOINTS = "checkpoints/"
@@ -44,10 +45,8 @@ class ComfyUIHost:
     def fingerprint_source(self, source: str) -> str:
         return convert.fingerprint_source(source)
 
-    def fingerprint(self, folder: str, file: str, policy: str = CARD) -> str:
-        paths = [
-            diffusion_model_path(file) if folder == "diffusion_models" else folder_paths.get_full_path(folder, file)
-        ]
+    def fingerprint(self, folder: str, file: str, policy: str = CARD, architecture: str = AUTO) -> str:
+        paths = [_known_path(folder, file, architecture)]
         if policy not in (CARD, GENERIC):
             paths.append(folder_paths.get_full_path(POLICY_FOLDER, policy))
         return " ".join(_state_of(path) for path in paths)
@@ -55,7 +54,7 @@ class ComfyUIHost:
     def load_diffusion_model(
         self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED, policy: str = CARD
     ) -> Any:
-        path = diffusion_model_path(file)
+        path = auto_path("diffusion_models", architecture) if file == AUTO else diffusion_model_path(file)
         if path is None:
             path = folder_paths.get_full_path_or_raise("diffusion_models", file)
         wanted = None if architecture == AUTO else architecture
@@ -66,7 +65,7 @@ class ComfyUIHost:
         return model
 
     def load_text_encoder(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
-        path = folder_paths.get_full_path_or_raise("text_encoders", file)
+        path = _path("text_encoders", file, architecture)
         wanted = None if architecture == AUTO else architecture
         clip = load_clip(path, wanted, _dtype(precision))
         clip.patcher.cached_patcher_init = (_load_clip_patcher, (path, wanted, _dtype(precision)))
@@ -76,8 +75,9 @@ class ComfyUIHost:
         options = {"negative": True} if isinstance(clip.tokenizer, PromptTokenizer) else {}
         return clip.encode_from_tokens_scheduled(clip.tokenize(text, **options))
 
-    def load_vae(self, file: str, *, precision: str = AUTO) -> Any:
-        path = None if file == vae.PIXEL_SPACE else folder_paths.get_full_path_or_raise("vae", file)
+    def load_vae(self, file: str, *, precision: str = AUTO, architecture: str = AUTO) -> Any:
+        pixels = file == vae.PIXEL_SPACE or (file == AUTO and wants_pixels(architecture))
+        path = None if pixels else _path("vae", file, architecture)
         return vae.load_vae(path, None if precision == AUTO else parse_dtype(precision))
 
     def empty_latent(self, model: Any, *, width: int, height: int, batch_size: int) -> dict[str, Any]:
@@ -159,6 +159,20 @@ def diffusion_model_path(file: str) -> str | None:
     return path
 
 
+def _path(folder: str, file: str, architecture: str) -> str:
+    return auto_path(folder, architecture) if file == AUTO else folder_paths.get_full_path_or_raise(folder, file)
+
+
+def _known_path(folder: str, file: str, architecture: str) -> str | None:
+    """None for a file that is gone, or where "auto" finds none."""
+    if file == AUTO:
+        try:
+            return auto_path(folder, architecture)
+        except ValueError:
+            return None
+    return diffusion_model_path(file) if folder == "diffusion_models" else folder_paths.get_full_path(folder, file)
+
+
 def _state_of(path: str | None) -> str:
     if path is None or not os.path.isfile(path):
         return "missing"
@@ -202,6 +216,7 @@ def load_clip(path: str, architecture: str | None, dtype: torch.dtype | None, di
         if checkpoint.quantized.is_quantized:
             # Every dialect, not only those that ComfyUI's own converter knows.
             state_dict, metadata = canonical_state_dict(checkpoint.source), checkpoint.source.metadata
+            undo_unheld(state_dict, checkpoint.source, checkpoint.quantized.layers)
         else:
             state_dict, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
     problem = unknown_format(state_dict)

@@ -6,14 +6,14 @@ import difflib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..files.errors import FileError
-from ..supported_models import Architecture, architectures, find_architecture
+from ..supported_models import AUTO, Architecture, architectures, get_architecture
+from .best import MODELS, Resolved, best_of, best_of_architecture
 from .download import fetch
-from .opened import open_checkpoint
-from .precision import device_has_nvfp4, precision_in_name, precision_of, rank, without_precision
+from .precision import device_has_nvfp4, precision_in_name, rank, without_precision
 from .roots import EXTENSIONS, Found, ModelRoots, kind_of_folder, open_roots
 
 # Kinds that are asked first when the caller names none.
@@ -22,15 +22,6 @@ _FIRST = ("diffusion_models", "checkpoints", "text_encoders", "vae", "loras")
 
 class Unresolved(FileError):
     """No file fits a name, or several do."""
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """``precision``: see precision.ORDER; "" when the file was named exactly; ``how``: for people."""
-
-    path: Path
-    how: str
-    precision: str = ""
 
 
 def resolve(
@@ -63,14 +54,31 @@ def resolve(
     for search in (_at_place, _in_subfolders):
         found = search(roots, kinds, wanted)
         if found is not None:
-            return Resolved(found.path, f"in {found.kind}")
+            return Resolved(found.path, f"in {found.kind}", file=found)
     card = next((card for card in architectures() if card.name == text), None)
-    best = _of_architecture(roots, kinds, card) if card is not None else _variant(roots, kinds, text)
+    if card is not None:
+        kinds = kinds if folder else [kind for kind in kinds if kind in MODELS]
+        best = best_of_architecture(roots, kinds, card)
+    else:
+        best = _variant(roots, kinds, text)
     if best is not None:
         return best
     if download:
-        return Resolved(_download(roots, card, text, endpoint, progress), "downloaded")
+        return Resolved(_download(roots, kinds, card, text, endpoint, progress), "downloaded")
     raise Unresolved(text, _nothing(roots, kinds, card, text))
+
+
+def resolve_auto(roots: ModelRoots, kind: str, architecture: str) -> Resolved:
+    """What "auto" means in a loader: the best local file of a kind ("diffusion_models", "text_encoders", "vae") for an
+    architecture. Nothing is downloaded. Raises Unresolved, ValueError (no architecture)."""
+    if architecture == AUTO:
+        raise ValueError(f"file 'auto' is the best file of an architecture in {kind}: choose the architecture too")
+    card = get_architecture(architecture)
+    kinds = list(MODELS) if kind in MODELS else [kind]
+    best = best_of_architecture(roots, kinds, card)
+    if best is None:
+        raise Unresolved(f"auto for {card.title}", _nothing(roots, kinds, card, architecture))
+    return best
 
 
 def _existing(path: Path) -> Path:
@@ -125,54 +133,17 @@ def _variant(roots: ModelRoots, kinds: list[str], name: str) -> Resolved | None:
     base = without_precision(name)
     found = [file for kind in kinds for file in roots.files(kind) if without_precision(file.name) == base]
     listed = {known for card in architectures() for known in card.downloads if without_precision(known) == base}
-    return _best(found, listed)
+    return best_of(found, listed)
 
 
-def _of_architecture(roots: ModelRoots, kinds: list[str], card: Architecture) -> Resolved | None:
-    """The best file of an architecture: those that the card names, else any whose header says so."""
-    kinds = [kind for kind in kinds if kind in ("diffusion_models", "checkpoints")]
-    files = [file for kind in kinds for file in roots.files(kind)]
-    known = {name.lower() for kind in kinds for name in card.files.get(kind, ())}
-    listed = set(card.files.get("diffusion_models", ()))
-    by_name = [file for file in files if _parts(file.name)[-1].lower() in known]
-    return _best(by_name, listed) or _best([file for file in files if _is_of(file.path, card)], listed)
-
-
-def _is_of(path: Path, card: Architecture) -> bool:
-    try:
-        with open_checkpoint(path) as checkpoint:
-            match = find_architecture(checkpoint.shapes, metadata=checkpoint.metadata)
-    except (OSError, ValueError):  # a file that can't be read is none of the candidates
-        return False
-    return match is not None and match.architecture is card
-
-
-def _best(files: list[Found], listed: set[str]) -> Resolved | None:
-    """The best precision wins; between equals the first in the order of the folders."""
-    ranked = []
-    for number, file in enumerate(files):
-        try:
-            precision = precision_of(file.path)
-        except (OSError, ValueError):  # damaged, or a pickle: not to be chosen for anybody
-            continue
-        offered = any(precision_in_name(name) == "nvfp4" for name in listed)
-        ranked.append((rank(precision, offered and device_has_nvfp4()), number, precision, file))
-    if not ranked:
-        return None
-    _, _, precision, file = min(ranked, key=lambda entry: entry[:2])
-    others = len(ranked) - 1
-    how = f"in {file.kind}, {precision}" + (f", the best of {others + 1} variants" if others else "")
-    return Resolved(file.path, how, precision)
-
-
-def _downloads(card: Architecture | None, name: str) -> list[tuple[str, str, str]]:
+def _downloads(kinds: list[str], card: Architecture | None, name: str) -> list[tuple[str, str, str]]:
     """(folder, file, address) that would do, best first."""
     cards = [card] if card is not None else list(architectures())
     wanted, base = _parts(name)[-1] if _parts(name) else "", without_precision(name)
     found = []
     for one in cards:
         for folder, names in one.files.items():
-            if card is not None and folder not in ("diffusion_models", "checkpoints"):
+            if folder not in kinds:
                 continue
             for number, file in enumerate(names):
                 fits = card is not None or file == wanted or without_precision(file) == base
@@ -182,8 +153,10 @@ def _downloads(card: Architecture | None, name: str) -> list[tuple[str, str, str
     return list(dict.fromkeys(entry for _, entry in sorted(found, key=lambda pair: pair[0])))
 
 
-def _download(roots: ModelRoots, card: Architecture | None, name: str, endpoint, progress) -> Path:
-    known = _downloads(card, name)
+def _download(
+    roots: ModelRoots, kinds: list[str], card: Architecture | None, name: str, endpoint: str | None, progress: Any
+) -> Path:
+    known = _downloads(kinds, card, name)
     if not known:
         raise Unresolved(name, "is not here, and no address of it is known; download it by hand into models/")
     folder, file, url = known[0]
@@ -201,6 +174,6 @@ def _nothing(roots: ModelRoots, kinds: list[str], card: Architecture | None, nam
         message += f"; {roots.unreadable[0]} can't be read (permissions?)"
     if close := difflib.get_close_matches(wanted, names, n=3, cutoff=0.5):
         message += f"; similar: {', '.join(close)}"
-    if known := _downloads(card, name):
+    if known := _downloads(kinds, card, name):
         message += f"; --download gets {known[0][1]} from {known[0][2]}"
     return message

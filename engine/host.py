@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ..quant.ops import ComfyUIOps
 from ..supported_models import Architecture, get_architecture, prompt_readers
 from ..text_encoders.families import find_text_encoder
 from . import patch_guidance, settings
+from .auto_files import named
 from .autoencoder import PIXEL_SPACE, NativeAutoencoder, PixelSpace
 from .clip import Clip
 from .convert_files import ConvertedFiles
@@ -63,7 +65,9 @@ class EngineHost(ConvertedFiles):
         """Where previews go."""
         return self.output_dir / "temp"
 
-    def fingerprint(self, folder: str, file: str, policy: str = CARD) -> str:
+    def fingerprint(self, folder: str, file: str, policy: str = CARD, architecture: str = AUTO) -> str:
+        with suppress(ValueError):
+            file = named(self.folders, folder, file, architecture)
         wanted = [(folder, file)] if policy in (CARD, GENERIC) else [(folder, file), (POLICY_FOLDER, policy)]
         states = []
         for kind, name in wanted:
@@ -77,6 +81,7 @@ class EngineHost(ConvertedFiles):
     def load_diffusion_model(
         self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED, policy: str = CARD
     ) -> Model:
+        file = named(self.folders, "diffusion_models", file, architecture)
         path = self._diffusion_file(file)
         wanted = None if architecture == AUTO else architecture
         with open_checkpoint(path, component="transformer") as checkpoint:
@@ -113,6 +118,7 @@ class EngineHost(ConvertedFiles):
         )
 
     def load_text_encoder(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Clip:
+        file = named(self.folders, "text_encoders", file, architecture)
         path = self.folders.path("text_encoders", file)
         card, family = self._text_encoder_of(path, architecture)
         with self.progress.bar(path.stat().st_size if path.is_file() else 0, f"load {Path(file).name}", "B") as bar:
@@ -130,8 +136,9 @@ class EngineHost(ConvertedFiles):
     def encode_negative_prompt(self, clip: Clip, text: str) -> list[Condition]:
         return [clip.encode(text, negative=True)]
 
-    def load_vae(self, file: str, *, precision: str = AUTO) -> VAE:
-        """A VAE by its name in models/vae, or "pixel_space" for models that work on pixels. "auto" is float32."""
+    def load_vae(self, file: str, *, precision: str = AUTO, architecture: str = AUTO) -> VAE:
+        """See `host.Host`. precision "auto" is float32."""
+        file = named(self.folders, "vae", file, architecture)
         if file == PIXEL_SPACE:
             return PixelSpace()
         path = self.folders.path("vae", file)

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from ..supported_models import AUTO
+from .auto_files import auto_problem
 from .errors import WorkflowError
 from .graph import Graph, Link, Node
 from .model_folders import FileList, ModelFolders
@@ -109,7 +111,10 @@ def _check_inputs(node: Node, graph: Graph, schemas: Mapping[str, Any], folders:
                 problems.append(f"{node.name}: input {key} ({item.io_type}) is not set")
             continue
         given = node.inputs[key]
-        if isinstance(given, Link):
+        if given == AUTO and isinstance(getattr(item, "options", None), FileList):
+            chosen = node.inputs.get("architecture", AUTO)
+            problem, node.inputs[key] = auto_problem(folders, item.options.folder, chosen)
+        elif isinstance(given, Link):
             problem = _check_link(given, item, graph, schemas)
         else:
             problem, node.inputs[key] = _check_value(given, item, folders)

@@ -12,7 +12,7 @@ from .io import io
 class NativeDiTLoadDiffusionModel(io.ComfyNode):
     @classmethod
     def define_schema(cls):
-        names = [card.name for card in architectures() if card.module]
+        names = [card.name for card in architectures()]
         return io.Schema(
             node_id="NativeDiTLoadDiffusionModel",
             display_name="Load Diffusion Model (NativeDiT)",
@@ -23,13 +23,15 @@ class NativeDiTLoadDiffusionModel(io.ComfyNode):
                 io.Combo.Input(
                     "file",
                     options=_files(),
-                    tooltip="A file in models/diffusion_models, or the diffusion model in one of models/checkpoints.",
+                    tooltip="A file in models/diffusion_models, or the diffusion model in one of models/checkpoints. "
+                    "auto takes the best one that is here for the architecture chosen below.",
                 ),
                 io.Combo.Input(
                     "architecture",
                     options=[AUTO, *names],
                     default=AUTO,
-                    tooltip="auto recognises the model by its weights. Choose one only if a file is not recognised.",
+                    tooltip="auto recognises the model by its weights. Choose one if a file is not recognised, or to "
+                    "say which model file auto is to find.",
                 ),
                 io.Combo.Input(
                     "precision",
@@ -44,8 +46,9 @@ class NativeDiTLoadDiffusionModel(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, file=None, precision=AS_STORED, policy=CARD, **_):
-        return current_host().fingerprint("diffusion_models", file or "", policy if is_format(precision) else CARD)
+    def fingerprint_inputs(cls, file=None, architecture=AUTO, precision=AS_STORED, policy=CARD, **_):
+        policy = policy if is_format(precision) else CARD
+        return current_host().fingerprint("diffusion_models", file or "", policy, architecture)
 
     @classmethod
     def execute(cls, file, architecture=AUTO, precision=AS_STORED, policy=CARD):
@@ -58,4 +61,5 @@ def _files():
     """A list of the host's own kind, which may know more about its files than their names."""
     files = copy.copy(current_host().list_files("diffusion_models"))
     files.extend(f"checkpoints/{name}" for name in current_host().list_files("checkpoints"))
+    files.append(AUTO)
     return files

@@ -1,5 +1,7 @@
 """NativeDiTLoadTextEncoder: a file of models/text_encoders becomes a CLIP."""
 
+import copy
+
 from ..host import AS_STORED, AUTO, current_host
 from ..supported_models import architectures
 from .io import io
@@ -18,8 +20,9 @@ class NativeDiTLoadTextEncoder(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "file",
-                    options=current_host().list_files("text_encoders"),
-                    tooltip="A file in models/text_encoders.",
+                    options=_files(),
+                    tooltip="A file in models/text_encoders. auto takes the best one that is here for the architecture "
+                    "chosen below.",
                 ),
                 io.Combo.Input(
                     "architecture",
@@ -39,5 +42,16 @@ class NativeDiTLoadTextEncoder(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, file=None, architecture=AUTO, **_):
+        return current_host().fingerprint("text_encoders", file or "", architecture=architecture)
+
+    @classmethod
     def execute(cls, file, architecture=AUTO, precision=AS_STORED):
         return io.NodeOutput(current_host().load_text_encoder(file, architecture=architecture, precision=precision))
+
+
+def _files():
+    """A list of the host's own kind, which may know more about its files than their names."""
+    files = copy.copy(current_host().list_files("text_encoders"))
+    files.append(AUTO)
+    return files

@@ -3,6 +3,7 @@
 import copy
 
 from ..host import AUTO, current_host
+from ..supported_models import architectures
 from ._choices import FLOATS
 from .io import io
 
@@ -22,7 +23,8 @@ class NativeDiTLoadVAE(io.ComfyNode):
                 io.Combo.Input(
                     "file",
                     options=_files(),
-                    tooltip="A file in models/vae; pixel_space for models that work on pixels.",
+                    tooltip="A file in models/vae; pixel_space for models that work on pixels. auto takes the best one "
+                    "that is here for the architecture chosen below.",
                 ),
                 io.Combo.Input(
                     "precision",
@@ -31,17 +33,28 @@ class NativeDiTLoadVAE(io.ComfyNode):
                     tooltip="Number format of weights and computation. auto takes the best one that is safe for this "
                     "autoencoder on your device.",
                 ),
+                io.Combo.Input(
+                    "architecture",
+                    options=[AUTO, *(card.name for card in architectures())],
+                    default=AUTO,
+                    optional=True,
+                    tooltip="The diffusion model whose latents it decodes; asked only when file is auto.",
+                ),
             ],
             outputs=[io.Vae.Output(tooltip="For VAE Decode and VAE Encode.")],
         )
 
     @classmethod
-    def execute(cls, file, precision=AUTO):
-        return io.NodeOutput(current_host().load_vae(file, precision=precision))
+    def fingerprint_inputs(cls, file=None, architecture=AUTO, **_):
+        return current_host().fingerprint("vae", file or "", architecture=architecture)
+
+    @classmethod
+    def execute(cls, file, precision=AUTO, architecture=AUTO):
+        return io.NodeOutput(current_host().load_vae(file, precision=precision, architecture=architecture))
 
 
 def _files():
     """A list of the host's own kind, which may know more about its files than their names."""
     files = copy.copy(current_host().list_files("vae"))
-    files.append(PIXEL_SPACE)
+    files.extend([PIXEL_SPACE, AUTO])
     return files
