@@ -17,7 +17,7 @@ _OPEN, _CLOSE = "\0\2", "\0\1"  # escaped parentheses while the others are being
 
 # Where ComfyUI's own encoders put the vectors of a file of models/embeddings: at the start or after a space, up to the
 # next space or bracket; commas at the end are the prompt's.
-_EMBEDDING = r"(?:^|(?<=\s))embedding:([^\s<\[]*?)(?=,*(?:[\s<\[]|$))\s*"
+_EMBEDDING = r"(?:^|(?<=\s))embedding:([^\s<\[,][^\s<\[]*?)(?=,*(?:[\s<\[]|$))\s*"
 
 
 def read_prompt(text: str, weights: bool = True) -> tuple[list[tuple[str, float]], list[str]]:

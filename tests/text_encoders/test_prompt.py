@@ -213,7 +213,7 @@ def test_an_instructed_prompt_that_would_be_padded_is_refused():
     [
         ("embedding:bad-hands", [], ["bad-hands"]),
         ("a embedding:one, red (embedding:two cube:1.3)", [("a , red ", 1.0), ("cube", 1.3)], ["one", "two"]),
-        ("an embedding and a my_embedding:x", [("an embedding and a my_embedding:x", 1.0)], []),
+        ("a my_embedding:x and an embedding: of", [("a my_embedding:x and an embedding: of", 1.0)], []),
     ],
 )
 def test_textual_inversions_are_no_words_of_the_prompt(text: str, pieces: list, names: list[str]):
