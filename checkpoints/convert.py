@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from ..files.errors import FileError, OutputError
 from ..quant.stream import Progress
-from . import components, diffusion, text, vae
+from . import components, diffusion, text, vae, wan_vae
 from .folders import ALL, LAYOUTS
 from .kinds import AUTOENCODER, CHECKPOINT, DIFFUSION_MODEL, LORA, TEXT_ENCODER, kind_of, wrong_slot
 from .opened import Checkpoint
@@ -99,13 +100,17 @@ def _to_comfy(checkpoint: Checkpoint, kind, destination, architecture, tokenizer
     if kind is TEXT_ENCODER and architecture is None:
         title, move, metadata, left_out, notes = text.to_comfy(checkpoint, tokenizer)
     elif kind is AUTOENCODER and architecture is None:
-        title, move, metadata = vae.to_comfy(checkpoint)
+        title, move, metadata = _autoencoder(checkpoint).to_comfy(checkpoint)
     else:
         match, move, metadata = diffusion.to_comfy(checkpoint, architecture)
         kind, title = DIFFUSION_MODEL, match.architecture.title
     write_file(destination, [("", move)], metadata, progress)
     count = len(move.targets) + len(move.constants)
     return ConversionReport(checkpoint.path, os.fspath(destination), kind.name, title, "comfy", count, left_out, notes)
+
+
+def _autoencoder(checkpoint: Checkpoint) -> Any:
+    return vae if wan_vae.find(checkpoint.shapes) is None else wan_vae
 
 
 def _to_diffusers(checkpoint: Checkpoint, kind, destination, architecture, progress, shard_bytes) -> ConversionReport:
@@ -116,7 +121,7 @@ def _to_diffusers(checkpoint: Checkpoint, kind, destination, architecture, progr
         title, move, config, files, notes = text.to_diffusers(checkpoint)
         stem = "model"
     elif kind is AUTOENCODER and architecture is None:
-        title, move, config, notes = vae.to_diffusers(checkpoint)
+        title, move, config, notes = _autoencoder(checkpoint).to_diffusers(checkpoint)
     else:
         match, move, config = diffusion.to_diffusers(checkpoint, architecture)
         kind, title = DIFFUSION_MODEL, match.architecture.title

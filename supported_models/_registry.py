@@ -90,13 +90,30 @@ def header_config(metadata: Mapping[str, str] | None, component: str = "transfor
 
 
 def closest_architectures(shapes: Shapes, count: int = 3) -> list[str]:
-    """Names of the cards that share most telling keys with a file nobody claims, best first; for messages."""
+    """Names of the cards that share most with a file nobody claims, best first; for messages.
+
+    What counts: the card's telling keys that the file has, and the file's keys that the card's map to another layout
+    knows on either side."""
     # With a dot in front, so that `blocks.0` is not found in `solo_blocks.0`.
     tails = {f".{key.removesuffix('.weight')}" for key in shapes}
 
     def shared(card: Architecture) -> float:
         hits = sum(any(tail.endswith(f".{key.removesuffix('.weight')}") for tail in tails) for key in card.signature)
-        return hits / max(len(card.signature), 1)
+        return hits / max(len(card.signature), 1) + _known_keys(card, shapes)
 
     scored = sorted(((shared(card), card.name) for card in architectures()), key=lambda pair: (-pair[0], pair[1]))
     return [name for score, name in scored[:count] if score > 0]
+
+
+def _known_keys(card: Architecture, shapes: Shapes) -> float:
+    """The part of a file's keys that the card's map knows, in the layout and under the prefix that fit best."""
+    two_way = card.two_way
+    if two_way is None or not shapes:
+        return 0.0
+    best = 0
+    for prefix in PREFIXES:
+        own = [key[len(prefix) :] for key in shapes if key.startswith(prefix)]
+        best = max(
+            best, *(sum(find(key) is not None for key in own) for find in (two_way.find_ours, two_way.find_theirs))
+        )
+    return best / len(shapes)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from key_layouts import layout
+from key_layouts import CARDS, layout
 from safetensors.torch import save_file
 
 from nativedit.checkpoints.convert import convert
 from nativedit.checkpoints.load import load_diffusion_model, load_text_encoder
 from nativedit.files import FileError
+from nativedit.supported_models import closest_architectures, find_architecture
 
 LORA = {"transformer.transformer_blocks.0.attn.to_q.lora_A.weight": (4, 8)}
 VAE = {"encoder.conv_in.weight": (8, 3, 3, 3), "decoder.conv_in.weight": (8, 4, 3, 3)}
@@ -73,6 +74,15 @@ def test_an_unknown_layout_names_what_is_close_and_its_first_keys(loader, tmp_pa
     message = str(error.value)
     assert "is a diffusion model of an unknown layout; the closest known: flux" in message
     assert "its first keys: " in message and "final_layer" in message
+
+
+@pytest.mark.parametrize("row", ["flux_dev", "z_image", "wan21_t2v_14b", "sd35_large", "lumina2", "krea2"])
+@pytest.mark.parametrize("side", ["comfy", "diffusers"])
+def test_the_closest_architecture_of_a_model_that_lost_its_first_block_is_its_own(row, side):
+    shapes = {key: shape for key, shape in layout(f"{row}.{side}").items() if ".0." not in key}
+
+    assert find_architecture(shapes) is None
+    assert closest_architectures({f"model.{key}": shape for key, shape in shapes.items()})[0] == CARDS[row]
 
 
 def test_a_core_model_in_our_own_loader_says_who_loads_it(tmp_path):
