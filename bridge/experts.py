@@ -3,14 +3,23 @@ expert, its plain operations have none."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import comfy.ops
 import comfy.quant_ops
 import torch
 
-_INT8, _FLOAT8 = "TensorWiseINT8Layout", ("TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout")
+from ..quant.banks import multiply, multiply_quantized
+from ..quant.formats import Recipe
+
+_FORMATS = {
+    "TensorCoreFP8E4M3Layout": "float8_e4m3fn",
+    "TensorCoreFP8E5M2Layout": "float8_e5m2",
+    "TensorCoreNVFP4Layout": "nvfp4",
+    "TensorCoreMXFP8Layout": "mxfp8",
+    "TensorWiseINT8Layout": "int8_tensorwise",
+    "TensorCoreConvRotW4A4Layout": "convrot_w4a4",
+}
 
 
 class PlainBank(torch.nn.Module, comfy.ops.CastWeightBiasOp):
@@ -42,23 +51,25 @@ def with_banks(operations: Any) -> Any:
 def _multiply(bank: Any, x: torch.Tensor) -> torch.Tensor:
     """x: [experts, tokens, in], each expert its own tokens. Returns [experts, tokens, out]."""
     weight, _, stream = comfy.ops.cast_bias_weight(bank, x, offloadable=True)
-    out = torch.bmm(x, _floats(bank, weight, x.dtype).transpose(1, 2))
+    if isinstance(weight, comfy.quant_ops.QuantizedTensor):
+        shape = (bank.num_experts, bank.out_features, bank.in_features)
+        out = multiply_quantized(x, *_stored(weight), shape, weight._params.orig_dtype)
+    else:
+        out = multiply(x, weight)
     comfy.ops.uncast_bias_weight(bank, weight, None, stream)
     return out
 
 
-def _floats(bank: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The whole bank in ``dtype``: unpacked in one go where a format allows it, else expert by expert; the product is
-    one for all either way."""
-    if not isinstance(weight, comfy.quant_ops.QuantizedTensor):
-        return weight
-    params, shape = weight._params, (bank.num_experts, bank.out_features, bank.in_features)
-    if weight._layout_cls in _FLOAT8:
-        return (weight._qdata.to(params.orig_dtype) * params.scale.to(params.orig_dtype).view(-1, 1, 1)).to(dtype)
-    if weight._layout_cls == _INT8 and params.scale.numel() == shape[0] * shape[1]:
-        # Below each other, as one matrix. ComfyUI's view of one expert forgets that an int8 weight is rotated.
-        tall = replace(params, scale=params.scale.reshape(-1, 1), orig_shape=(shape[0] * shape[1], shape[2]))
-        data = weight._qdata.reshape(tall.orig_shape)
-        return comfy.quant_ops.QuantizedTensor(data, _INT8, tall).dequantize().to(dtype).view(shape)
-    experts = [bank._expert_qt_from(weight, i).dequantize().to(dtype) for i in range(shape[0])]
-    return torch.stack(experts)
+def _stored(weight: Any) -> tuple[dict[str, torch.Tensor], Recipe]:
+    """A bank as its file has it. ComfyUI's own view of one expert forgets that an int8 weight is rotated."""
+    params, layout = weight._params, weight._layout_cls
+    if layout not in _FORMATS:
+        raise ValueError(
+            f"a bank of experts is a {layout}, which this pack can't multiply; it knows {', '.join(_FORMATS)}. "
+            "Load a file whose experts are in one of these formats"
+        )
+    tensors, rotated = {"weight": weight._qdata, "weight_scale": params.scale}, getattr(params, "convrot", True)
+    if hasattr(params, "block_scale"):
+        tensors |= {"weight_scale": params.block_scale, "weight_scale_2": params.scale}
+    group = getattr(params, "convrot_groupsize", None) if rotated else None
+    return tensors, Recipe(_FORMATS[layout], convrot_groupsize=group)

@@ -11,6 +11,7 @@ import torch
 
 from ..files import Source
 from ..files.dtypes import torch_dtype
+from .banks import dequantize_bank
 from .errors import Problem, QuantError
 from .formats import FORMATS, Recipe
 from .kitchen import dequantize_matrix
@@ -153,15 +154,7 @@ def dequantize_tensors(
     """The float weight of ``shape`` ([N, K] or [E, N, K]) from canonical tensors held in memory."""
     if len(shape) == 2:
         return dequantize_matrix(tensors, recipe, dtype)[: shape[0], : shape[1]]
-    experts = []
-    for index in range(shape[0]):
-        own = {
-            suffix: tensor if suffix == "weight_codebook" or tensor.ndim == 0 else tensor[index]
-            for suffix, tensor in tensors.items()
-            if suffix.startswith("weight")
-        }
-        experts.append(dequantize_matrix(own, recipe, dtype)[: shape[1], : shape[2]])
-    return torch.stack(experts)
+    return dequantize_bank(tensors, recipe, shape, dtype)
 
 
 def refuse(path: str, problems: list[Problem]) -> None:

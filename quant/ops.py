@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from ..files import TensorInfo
 from ..files.dtypes import name_of
 from . import cast
+from .banks import multiply, multiply_quantized
 from .evidence import Evidence, Unsettled, settle
 from .formats import FORMATS
 from .kitchen import as_quantized_tensor, dequantize_matrix, layout_of
@@ -263,10 +264,16 @@ class _MoEExperts(_Quantized, torch.nn.Module):
         return F.linear(x, weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [experts, tokens, in]``, each expert its own tokens: [experts, tokens, out]."""
-        if self._layer is not None and self._uses_format(x.device):
-            return torch.stack([self.expert_linear(x[index], index) for index in range(self.num_experts)])
-        out = torch.bmm(x, self.dequantized(x.dtype).to(x.device).transpose(1, 2))
+        """``x [experts, tokens, in]``, each expert its own tokens: [experts, tokens, out].
+
+        Always with dequantized weights: no kernel multiplies a bank in a format, and 64 small products one after the
+        other cost more than they save.
+        """
+        if self._layer is None:
+            out = multiply(x, self.weight)
+        else:
+            stored = {suffix: tensor.to(x.device) for suffix, tensor in self._stored().items()}
+            out = multiply_quantized(x, stored, self._layer.recipe, self._layer.shape)
         return out if self.bias is None else out + self.bias.to(device=x.device, dtype=x.dtype).unsqueeze(1)
 
 

@@ -10,6 +10,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from ...quant.banks import multiply
+
 
 class SwiGLU(torch.nn.Module):
     def __init__(self, dim, inner_dim, device=None, dtype=None, operations=torch.nn):
@@ -49,7 +51,7 @@ class ExpertBank(torch.nn.Module):
 
     def forward(self, x):
         """x: [experts, tokens, in], each expert its own tokens. Returns [experts, tokens, out]."""
-        return torch.bmm(x, self.weight.to(x).transpose(1, 2))
+        return multiply(x, self.weight)
 
 
 class Experts(torch.nn.Module):
