@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
+import time
 from contextlib import suppress
 
 from .errors import OutputError
@@ -53,13 +55,7 @@ class AtomicFile:
 
     def reserve(self, size: int) -> None:
         """Refuse at once when the disk has no room for ``size`` bytes. Raises OutputError."""
-        if not hasattr(os, "statvfs"):
-            import shutil
-
-            free = shutil.disk_usage(os.path.dirname(self._target)).free
-        else:
-            info = os.statvfs(os.path.dirname(self._target))
-            free = info.f_bavail * info.f_frsize
+        free = shutil.disk_usage(os.path.dirname(self._target)).free
         if free < size:
             raise OutputError(
                 self.path, f"needs {size / 1e9:.2f} GB but its disk has {free / 1e9:.2f} GB free; nothing was written"
@@ -102,7 +98,7 @@ class AtomicFile:
             self._partial = partial
         os.close(self._fd)
         self._fd = None
-        os.replace(self._partial, self._target)
+        _replace(self._partial, self._target)
         self._partial = None
         _sync_folder(os.path.dirname(self._target))
 
@@ -130,6 +126,17 @@ class AtomicFile:
         else:
             problem = f"can't be written ({error.strerror or error}); nothing was left behind"
         return OutputError(self.path, problem)
+
+
+def _replace(partial: str, target: str) -> None:
+    # On Windows a virus scanner or the search index opens what is new for a moment, and nobody can rename it meanwhile.
+    for pause in (0.05, 0.2, 0.5):
+        try:
+            os.replace(partial, target)
+            return
+        except PermissionError:
+            time.sleep(pause)
+    os.replace(partial, target)
 
 
 def _name_unnamed(fd: int, path: str) -> None:

@@ -152,6 +152,34 @@ def test_a_target_in_use_is_one_sentence(tmp_path, monkeypatch, unnamed):
     assert os.listdir(tmp_path) == ["m.safetensors"]
 
 
+def test_a_file_that_is_held_for_a_moment_is_replaced_all_the_same(tmp_path, monkeypatch):
+    """Virus scanners of Windows look into every new file."""
+    replace, refusals = os.replace, [PermissionError(errno.EACCES, "being used by another process")] * 2
+
+    def held_at_first(source, destination):
+        if refusals:
+            raise refusals.pop()
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", held_at_first)
+    write_safetensors(tmp_path / "m.safetensors", {"a": torch.zeros(2)})
+    assert refusals == [] and os.listdir(tmp_path) == ["m.safetensors"]
+
+
+def test_what_windows_lacks_is_done_without(tmp_path, monkeypatch):
+    entries = {"a": torch.arange(5), "b": torch.ones(3, 2)}
+    write_safetensors(tmp_path / "posix.safetensors", entries)
+    for name in ("pwrite", "preadv", "fchmod", "O_TMPFILE"):
+        monkeypatch.delattr(os, name)
+    for _ in range(2):  # a new file, then one in place of the old
+        write_safetensors(tmp_path / "windows.safetensors", entries)
+    with open_source(tmp_path / "windows.safetensors") as source:
+        assert all(torch.equal(source.read(name), value) for name, value in entries.items())
+        assert torch.equal(source.read_rows("b", 1, 3), entries["b"][1:3])
+    assert (tmp_path / "windows.safetensors").read_bytes() == (tmp_path / "posix.safetensors").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["posix.safetensors", "windows.safetensors"]
+
+
 def test_source_and_target_may_not_be_one_file(tmp_path):
     source = tmp_path / "m.safetensors"
     save_file({"a": torch.ones(3)}, source)
