@@ -66,6 +66,8 @@ def dequantize(
                 assembly_of(key).cast(key, target)
             else:
                 assembly_of(key).copy(key)
+        if not layers:
+            report.warnings.append("nothing in it is quantized: its tensors are copied as they are")
         report.bytes_after = sum(entry_bytes(assembly) for assembly in assemblies)
         meter = Meter(sum(assembly.read_bytes for assembly in assemblies), progress)
         write_output(opened, destination, assemblies, lambda _: kept_metadata(opened, None), meter)
