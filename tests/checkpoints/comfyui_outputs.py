@@ -1,6 +1,7 @@
 """Run with ComfyUI's own Python, in ComfyUI's folder: its modules on given files and inputs. Not a test.
 
-Argument: a JSON file with a list of {"module": "comfy.ldm...:Class", "arguments", "file", "inputs", "output"}.
+Argument: a JSON file with a list of {"module": "comfy.ldm...:Class", "arguments", "file", "inputs", "output"}; with
+"method" it is that method which is called, of a class that takes no operations.
 """
 
 import importlib
@@ -28,13 +29,15 @@ with open(job_file, encoding="utf-8") as file:
 def output_of(job):
     module, _, name = job["module"].partition(":")
     cls = getattr(importlib.import_module(module), name)
-    model = cls(**job["arguments"], dtype=torch.float32, device="cpu", operations=comfy.ops.manual_cast)
+    method = job.get("method", "forward")
+    places = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.manual_cast}
+    model = cls(**job["arguments"], **(places if method == "forward" else {}))
     state, names = load_file(job["file"]), set(model.state_dict())
     # What ComfyUI's model base does before loading: its modules of the FLUX family spell the norms otherwise.
     state = {key if key in names else key.removesuffix(".scale") + ".weight": value for key, value in state.items()}
     model.load_state_dict(state, strict=True)
     with torch.no_grad():
-        return model.eval()(**load_file(job["inputs"]), **job["options"]).float().contiguous()
+        return getattr(model.eval(), method)(**load_file(job["inputs"]), **job["options"]).float().contiguous()
 
 
 for job in jobs:
