@@ -1,4 +1,4 @@
-"""The one place that calls comfy_kitchen: 2-D matrices to and from their stored form.
+"""The one way to comfy_kitchen's formats: 2-D matrices to and from their stored form.
 
 comfy_kitchen is imported on first use; without it, or with one that lacks a layout, everything else still works and
 the call raises ImportError that says what to install.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .formats import FORMATS, Recipe
+from .kernels import quantize_fast
 
 __all__ = [
     "as_quantized_tensor",
@@ -67,19 +68,6 @@ def has_tensor_scale(recipe: Recipe) -> bool:
     return tensor_scale(recipe, torch.ones(())) is not None
 
 
-def _rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """``weight`` [N, K] in bfloat16, each group of columns times the Hadamard matrix.
-
-    comfy_kitchen multiplies in bfloat16, which a CPU without such instructions does five times slower than in fp32.
-    The result is the same: products with +-1/sqrt(group) are exact in both, both add up in fp32 and round once.
-    """
-    from comfy_kitchen.tensor.int8_utils import _build_hadamard
-
-    matrix = _build_hadamard(group, device="cpu", dtype=torch.float32)
-    rotated = torch.matmul(weight.float().view(-1, group), matrix)
-    return rotated.view(weight.shape).to(weight.dtype)
-
-
 def quantize_matrix(
     weight: torch.Tensor,
     recipe: Recipe,
@@ -87,8 +75,15 @@ def quantize_matrix(
     scale: torch.Tensor | None = None,
     codebook: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """``weight`` [N, K] as canonical tensors. ``scale`` and ``codebook`` pin what must be common to several chunks."""
+    """``weight`` [N, K] as canonical tensors. ``scale`` and ``codebook`` pin what must be common to several chunks.
+
+    The bytes are comfy_kitchen's; `kernels` computes them where it can.
+    """
     layout = layout_of(recipe.format)
+    wanted = FORMATS[recipe.format].entries(tuple(weight.shape), recipe)
+    fast = quantize_fast(weight, recipe, scale)
+    if fast is not None:
+        return {suffix: fast[suffix].reshape(shape) for suffix, (_, shape) in wanted.items()}
     keywords: dict[str, Any] = {}
     if recipe.format == "float8_e4m3fn":
         keywords["dtype"] = torch.float8_e4m3fn
@@ -96,9 +91,7 @@ def quantize_matrix(
         keywords["dtype"] = torch.float8_e5m2
     elif recipe.format == "int8_tensorwise":
         keywords["per_channel"] = recipe.row_scales
-        if recipe.convrot_groupsize and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-            weight = _rotated(weight, recipe.convrot_groupsize)
-        elif recipe.convrot_groupsize:
+        if recipe.convrot_groupsize:
             keywords.update(convrot=True, convrot_groupsize=recipe.convrot_groupsize)
     elif recipe.format == "convrot_w4a4":
         keywords["convrot_groupsize"] = recipe.convrot_groupsize
@@ -114,7 +107,6 @@ def quantize_matrix(
     stored, params = layout.quantize(weight, **keywords)
     suffixes = layout.state_dict_tensors(stored, params)
     tensors = {f"weight{suffix}": tensor for suffix, tensor in suffixes.items()}
-    wanted = FORMATS[recipe.format].entries(tuple(weight.shape), recipe)
     return {suffix: tensors[suffix].reshape(shape) for suffix, (_, shape) in wanted.items()}
 
 

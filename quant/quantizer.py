@@ -12,6 +12,7 @@ from ..files import Source
 from .codebook import CodebookSampler
 from .errors import QuantError
 from .formats import FORMATS, Recipe
+from .kernels import peak_of
 from .kitchen import has_tensor_scale, quantize_matrix, tensor_scale
 from .layer import Layer, dequantize_rows
 from .markers import checksum
@@ -119,7 +120,7 @@ class Quantizer:
                 common.sampler.add(part, piece.cpu())
 
     def _peak(self, weight: torch.Tensor, run: RowRun) -> torch.Tensor:
-        peak = weight.to(self.rows.dtype).abs().amax() if weight.numel() else torch.zeros((), dtype=self.rows.dtype)
+        peak = peak_of(weight.to(self.rows.dtype)) if weight.numel() else torch.zeros((), dtype=self.rows.dtype)
         if not torch.isfinite(peak):
             where = "" if len(self.rows.shape) == 2 else f" of expert {run.expert}"
             raise QuantError(

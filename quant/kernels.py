@@ -1,0 +1,196 @@
+"""comfy_kitchen's bytes faster: bfloat16 weights [N, K] in a CPU's memory, in torch's own operations.
+
+comfy_kitchen's CPU path is written to be read: it passes over full-width fp32 temporaries and boolean masks, which cost
+a CPU ten times more than the arithmetic. Here the same roundings are done on the numbers' bits. Facts used: bfloat16
+magnitudes order like their bits; division by a power of two is exact; a float format's bit pattern, cut after its
+mantissa and rounded half to even, is the code of a shorter float format.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .formats import Recipe, round_up
+
+__all__ = ["KERNELS", "peak_of", "quantize_fast", "rotated"]
+
+_SIGNLESS = 0x7FFF
+
+
+def peak_of(weight: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, 0-dim in the weight's dtype; NaN or infinite where a weight is."""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or not weight.is_contiguous():
+        return weight.abs().amax()
+    # A NaN's bits are above those of infinity, so the largest bits tell of both.
+    return weight.view(torch.int16).bitwise_and(_SIGNLESS).amax().view(torch.bfloat16)
+
+
+@functools.lru_cache(maxsize=8)
+def _factors(group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two Hadamard matrices whose Kronecker product is that of ``group``: two short products instead of a long one."""
+    from comfy_kitchen.tensor.int8_utils import _build_hadamard
+
+    power = group.bit_length() // 2  # group = 4 ** power
+    inner = 4 ** ((power + 1) // 2)
+    outer = group // inner
+    one = torch.ones(1, 1)
+    return (_build_hadamard(outer) if outer > 1 else one), _build_hadamard(inner)
+
+
+def rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """``weight`` [N, K] bfloat16, each group of columns times the Hadamard matrix, rounded to bfloat16 once.
+
+    The sums are taken in fp32, as comfy_kitchen's bfloat16 product takes them, in another order. Where that could tell
+    in the rounding to bfloat16, comfy_kitchen itself computes the group.
+    """
+    outer, inner = _factors(group)
+    wide = weight.float().view(-1, inner.shape[0])
+    half = torch.mm(wide, inner).view(-1, outer.shape[0], inner.shape[0])
+    sums = torch.matmul(outer, half, out=wide.view(half.shape)).view(-1, group)
+    result = sums.to(torch.bfloat16)
+    doubtful = _doubtful(weight.view(-1, group), sums)
+    if doubtful.numel():
+        from comfy_kitchen.backends.eager.quantization import rotate_int8_convrot_weight
+
+        result[doubtful] = rotate_int8_convrot_weight(weight.view(-1, group)[doubtful], group)
+    return result.view(weight.shape)
+
+
+def _doubtful(groups: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """Rows of ``groups`` [M, G] whose sums might round to another bfloat16 when added up in another order.
+
+    Sums whose terms are multiples of one unit, and that stay below 2^24 units, are exact in any order: of a row's
+    magnitudes only the exponents of the largest and smallest are needed (8 bits of mantissa; partial sums of G terms of
+    either sign stay below 16 times the largest). In the other rows a sum is doubted that is as near to the middle of
+    two bfloat16 numbers as fp32 errors reach: 2^-23 of the largest, five times what was seen.
+    """
+    bits = groups.view(torch.int16).bitwise_and(_SIGNLESS)
+    highest = bits.amax(1)
+    lowest = bits.sub_(1).bitwise_and_(_SIGNLESS).amin(1)  # zeros have no bits: they become the largest
+    inexact = ((highest >> 7) - (lowest >> 7) > 24 - 4 - 7).nonzero().view(-1)
+    if not inexact.numel():
+        return inexact
+    slack = highest[inexact].view(torch.bfloat16).float().unsqueeze(1) * 2.0**-23
+    near = sums[inexact]
+    differs = (near + slack).to(torch.bfloat16) != (near - slack).to(torch.bfloat16)
+    return inexact[differs.any(1)]
+
+
+def _row_scale(weight: torch.Tensor) -> torch.Tensor:
+    return weight.view(torch.int16).bitwise_and(_SIGNLESS).amax(1, keepdim=True).view(torch.bfloat16)
+
+
+def _int8(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    if recipe.convrot_groupsize:
+        weight = rotated(weight, recipe.convrot_groupsize)
+    if recipe.row_scales:
+        scale = (_row_scale(weight).float() / 127.0).clamp(min=1e-30)
+    elif scale is None:
+        scale = (peak_of(weight).float() / 127.0).clamp(min=1e-30)
+    divisor = scale.to(torch.bfloat16)
+    codes = torch.div(weight, torch.where(divisor == 0, torch.finfo(torch.bfloat16).tiny, divisor))
+    return {"weight": codes.round_().clamp_(-128.0, 127.0).to(torch.int8), "weight_scale": scale}
+
+
+def _w4a4(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    weight = rotated(weight, recipe.convrot_groupsize)
+    scale = _row_scale(weight).clamp(min=1e-10) / 7
+    codes = torch.div(weight, scale).round_().clamp_(-7, 7).to(torch.int8)
+    pairs = codes.view(torch.int16)  # even column in the low byte
+    packed = pairs.bitwise_and(0x0F).bitwise_or_(pairs.bitwise_right_shift_(4).bitwise_and_(0xF0))
+    return {"weight": packed.to(torch.int8), "weight_scale": scale.view(-1).float()}
+
+
+def _float8(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    dtype = torch.float8_e4m3fn if recipe.format == "float8_e4m3fn" else torch.float8_e5m2
+    limit = torch.finfo(dtype).max
+    if scale is None:
+        scale = (peak_of(weight) / limit).float()
+    scaled = weight * (1.0 / scale).to(torch.bfloat16)
+    return {"weight": scaled.clamp_(-limit, limit).to(dtype), "weight_scale": scale}
+
+
+def _padded(weight: torch.Tensor, multiple: int) -> torch.Tensor:
+    rows, columns = (round_up(size, multiple) for size in weight.shape)
+    if (rows, columns) == tuple(weight.shape):
+        return weight
+    return torch.nn.functional.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))
+
+
+def _block_peaks(weight: torch.Tensor, block: int) -> torch.Tensor:
+    bits = weight.view(torch.int16).bitwise_and(_SIGNLESS)
+    return bits.view(weight.shape[0], -1, block).amax(-1).view(torch.bfloat16)
+
+
+def _mxfp8(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    from comfy_kitchen.float_utils import e8m0_to_f32, to_blocked
+
+    weight = _padded(weight, 32)
+    peaks = _block_peaks(weight, 32)
+    needed = (peaks.float() / 448.0).clamp_(min=2.0**-127)
+    exponent = (torch.ceil(torch.log2(needed)).to(torch.int32) + 127).clamp_(0, 254).to(torch.uint8)
+    empty = peaks == 0
+    divisor = torch.where(empty, 1.0, e8m0_to_f32(exponent))
+    scaled = weight.float().view(*peaks.shape, 32).div_(divisor.unsqueeze(-1)).clamp_(-448.0, 448.0)
+    if bool(empty.any()):
+        scaled[empty] = 0.0  # no negative zeros
+    blocks = to_blocked(exponent.masked_fill_(empty, 0), flatten=False).view(torch.float8_e8m0fnu)
+    return {"weight": scaled.view(weight.shape).to(torch.float8_e4m3fn), "weight_scale": blocks}
+
+
+def _nvfp4(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    from comfy_kitchen.float_utils import to_blocked
+
+    if scale is None:
+        scale = (peak_of(weight) / (448.0 * 6.0)).float()
+    weight = _padded(weight, 16)
+    blocks = (_block_peaks(weight, 16).float() / 6.0 / scale).clamp_(max=448.0).to(torch.float8_e4m3fn)
+    total = scale * blocks.float()
+    empty = total == 0
+    scaled = weight.float().view(*total.shape, 16).div_(torch.where(empty, 1.0, total).unsqueeze(-1))
+    if bool(empty.any()):
+        scaled[empty] = 0.0
+    codes = _e2m1_codes(scaled.view(-1)).view(torch.int16)  # even column in the low byte, wanted in the high nibble
+    packed = codes.bitwise_left_shift(4).bitwise_or_(codes.bitwise_right_shift_(8)).to(torch.uint8)
+    return {
+        "weight": packed.view(weight.shape[0], -1),
+        "weight_scale": to_blocked(blocks, flatten=False),
+        "weight_scale_2": scale,
+    }
+
+
+def _e2m1_codes(values: torch.Tensor) -> torch.Tensor:
+    """fp32 -> codes 0..15 of 0 .5 1 1.5 2 3 4 6, ties to the even code, sign in bit 3, as uint8. Overwrites ``values``.
+
+    Below 2 the codes are steps of 0.5, above they are the exponent and first mantissa bit; from 1 to 2 they are both.
+    """
+    bits = values.view(torch.int32)
+    sign = bits.bitwise_right_shift(28).bitwise_and_(8)
+    bits.bitwise_and_(0x7FFFFFFF)
+    # The gap between fp32 numbers is 0.5 from 2^22 on: the sum is rounded to steps of 0.5, its last bits count them.
+    steps = values.add(2.0**22).view(torch.int32).sub_(0x4A800000).clamp_(max=3)
+    odd = bits.bitwise_right_shift(22).bitwise_and_(1)
+    codes = bits.add_(odd).add_(0x1FFFFF).bitwise_right_shift_(22).clamp_(255, 259)
+    return codes.add_(steps).sub_(255).bitwise_or_(sign).to(torch.uint8)
+
+
+KERNELS = {
+    "float8_e4m3fn": _float8,
+    "float8_e5m2": _float8,
+    "int8_tensorwise": _int8,
+    "convrot_w4a4": _w4a4,
+    "mxfp8": _mxfp8,
+    "nvfp4": _nvfp4,
+}
+
+
+def quantize_fast(
+    weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None = None
+) -> dict[str, torch.Tensor] | None:
+    """The canonical tensors of ``weight`` [N, K], or None where this module has no way of its own."""
+    kernel = KERNELS.get(recipe.format)
+    if kernel is None or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not weight.numel():
+        return None
+    return kernel(weight.contiguous(), recipe, scale)
