@@ -93,6 +93,22 @@ def test_importing_nativedit_loads_nothing_heavy(tmp_path: Path):
     assert loaded.isdisjoint(HEAVY)
 
 
+def test_nodes_and_cards_need_no_optional_package(tmp_path: Path):
+    """Their nodes appear; what a node itself needs is said when it runs."""
+    optional = ("comfy_kitchen", "diffusers", "transformers", "tokenizers", "sentencepiece", "ftfy", "huggingface_hub")
+    optional += ("yaml", "tqdm", "torchsde", "PIL", "einops", "scipy")
+    statements = f"""
+import sys
+sys.modules |= dict.fromkeys({optional!r})
+import nativedit
+from nativedit.nodes import NODES
+from nativedit.engine.declare import node_classes
+assert len(NODES) > 10 and all(node_classes()[cls.__name__] is cls for cls in NODES)
+assert all(card.title for card in nativedit.architectures())
+"""
+    loaded_by(statements, tmp_path)
+
+
 def test_the_root_imports_under_the_name_comfyui_gives_it(root: Path, tmp_path: Path):
     """ComfyUI names a pack after its path; nothing may depend on the name `nativedit`."""
     name = "/opt/ComfyUI/custom_nodes/ComfyUI-NativeDiT"

@@ -243,6 +243,43 @@ def test_an_input_picture_outside_its_folder(run, graph: dict, name: str):
     assert "node load LoadImage: input file" in problems(run, graph)[0]
 
 
+SAVES = {
+    "MODEL": ("NativeDiTSaveDiffusionModel", "model"),
+    "CLIP": ("NativeDiTSaveTextEncoder", "clip"),
+    "VAE": ("NativeDiTSaveVAE", "vae"),
+    "LATENT": ("SaveLatent", "samples"),
+}
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "C:\\secret.safetensors", "a\0b"])
+def test_no_node_of_ours_takes_a_file_that_it_does_not_list(run, name: str):
+    from nativedit.engine.declare import _no_files
+    from nativedit.nodes import NODES
+
+    with _no_files():
+        schemas = {cls.__name__: cls.define_schema() for cls in NODES}
+    inputs = {cls: schema.inputs for cls, schema in schemas.items()}
+    choices = {cls: [entry.id for entry in entries if entry.io_type == "COMBO"] for cls, entries in inputs.items()}
+    texts = {entry.id for entries in inputs.values() for entry in entries if entry.io_type == "STRING"}
+    # Prompts and patterns name no file; the prefix has tests of its own, where each node that has it saves.
+    assert texts == {"text", "keep", "filename_prefix"}
+
+    graph = {cls: node(cls, **dict.fromkeys(ids, name)) for cls, ids in choices.items()}
+    for cls, ids in choices.items():  # only what a save node needs is looked at
+        if ids and not schemas[cls].is_output_node:
+            save, entry = SAVES[schemas[cls].outputs[0].io_type]
+            graph[f"save {cls}"] = node(save, **{entry: [cls, 0]})
+    found = problems(run, graph)
+
+    accepted = [
+        (cls, entry)
+        for cls, ids in choices.items()
+        for entry in ids
+        if not any(problem.startswith(f"node {cls} ") and f"{entry} " in problem for problem in found)
+    ]
+    assert accepted == [], "\n".join(found)
+
+
 # the files
 
 
