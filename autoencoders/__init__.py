@@ -13,12 +13,13 @@ import functools
 import logging
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 Shapes = Mapping[str, tuple[int, ...]]
 Config = dict[str, Any]
+Renamer = Callable[[str], "str | tuple[str, ...]"]
 
 # Where an autoencoder's keys start in the files people have.
 PREFIXES = ("", "vae.", "first_stage_model.", "autoencoder.")
@@ -29,11 +30,12 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Layout:
     """Another key layout of the same weights. ``marker`` is a key that only this layout has; ``renamer(shapes)`` gives
-    the function from its keys to ours (some layouts number levels from the other end, so the shapes decide)."""
+    the function from its keys to ours (some layouts number levels from the other end, so the shapes decide): a name, or
+    the names of the equal parts that a fused weight falls into along its first dimension."""
 
     name: str
     marker: str
-    renamer: Callable[[Shapes], Callable[[str], str]]
+    renamer: Callable[[Shapes], Renamer]
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,18 @@ class Autoencoder:
                 if prefix + layout.marker not in shapes:
                     continue
                 own = {key[len(prefix) :]: shape for key, shape in shapes.items() if key.startswith(prefix)}
-                rename = layout.renamer(own)
-                config = self.detect({rename(key): shape for key, shape in own.items()}, "")
+                match = AutoencoderMatch(self, prefix, layout.renamer(own), {}, layout.name)
+                config = self.detect(
+                    {
+                        name: (shape[0] // len(names), *shape[1:]) if len(names) > 1 else shape
+                        for key, shape in own.items()
+                        for names in (match.names(prefix + key),)
+                        for name in names
+                    },
+                    "",
+                )
                 if config is not None:
-                    return AutoencoderMatch(self, prefix, rename, config, layout.name)
+                    return replace(match, config=config)
         except Exception as error:  # a detection that raises would stop every autoencoder from loading inside ComfyUI
             log.warning("NativeDiT: the detection of %s failed on this file and is skipped: %r", self.name, error)
         return None
@@ -80,16 +90,26 @@ class AutoencoderMatch:
 
     autoencoder: Autoencoder
     prefix: str
-    renamer: Callable[[str], str] | None
+    renamer: Renamer | None
     config: Config
     layout: str | None = None
 
-    def rename(self, key: str) -> str | None:
-        """Our module's name for a key of the file; None for a key outside the prefix."""
+    def names(self, key: str) -> tuple[str, ...]:
+        """Our names for a key of the file, one per part of a fused weight; none for a key outside the prefix."""
         if not key.startswith(self.prefix):
-            return None
+            return ()
         key = key[len(self.prefix) :]
-        return self.renamer(key) if self.renamer else key
+        found = self.renamer(key) if self.renamer else key
+        return (found,) if isinstance(found, str) else found
+
+    def place(self, key: str, tensor: Any, expected: Shapes) -> dict[str, Any]:
+        """The tensor of a key, as our module wants it: split, and in the shape that ``expected`` has for its name."""
+        names = self.names(key)
+        parts = tensor.chunk(len(names)) if len(names) > 1 else (tensor,)
+        return {
+            name: fit_shape(part, expected[name]) if name in expected else part
+            for name, part in zip(names, parts, strict=False)
+        }
 
 
 @functools.cache

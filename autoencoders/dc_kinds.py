@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from . import Autoencoder, Config, Shapes
+from . import Autoencoder, Config, Layout, Renamer, Shapes
 
 SIGNATURE = (
     "encoder.conv_out.weight",
@@ -53,6 +53,40 @@ def dc_config(shapes: Shapes, prefix: str = "") -> Config | None:
         "downsample_block_type": "Conv" if last_down == down["widths"][1] else "pixel_unshuffle",
         "decoder_norm_types": up["norms"],
     }
+
+
+# The publisher's own layout (efficientvit): every layer in a wrapper, queries, keys and values in one.
+_ORIGINAL = (
+    (r"\bmain\.|\bop_list\.", ""),
+    (r"^(encoder|decoder)\.project_in\.conv\.", r"\1.conv_in."),
+    (r"^encoder\.project_out\.0\.conv\.", "encoder.conv_out."),
+    (r"^decoder\.project_out\.0\.", "decoder.norm_out."),
+    (r"^decoder\.project_out\.2\.conv\.", "decoder.conv_out."),
+    (r"^encoder\.stages\.", "encoder.down_blocks."),
+    (r"^decoder\.stages\.", "decoder.up_blocks."),
+    (r"\.context_module\.", ".attn."),
+    (r"\.local_module\.", ".conv_out."),
+    (r"\.aggreg\.(\d+)\.0\.", r".to_qkv_multiscale.\1.proj_in."),
+    (r"\.aggreg\.(\d+)\.1\.", r".to_qkv_multiscale.\1.proj_out."),
+    (r"\.(inverted|depth|point)_conv\.conv\.", r".conv_\1."),
+    (r"\.(?:point_conv|conv2)\.norm\.", ".norm."),
+    (r"\.(conv[12]?)\.conv\.", r".\1."),
+    (r"\.proj\.conv\.", ".to_out."),
+    (r"\.proj\.norm\.", ".norm_out."),
+)
+
+
+def _original_layout(shapes: Shapes) -> Renamer:
+    def rename(key: str) -> str | tuple[str, ...]:
+        for pattern, replacement in _ORIGINAL:
+            key = re.sub(pattern, replacement, key)
+        stem, fused, _ = key.partition(".qkv.conv.weight")
+        return tuple(f"{stem}.to_{part}.weight" for part in "qkv") if fused else key
+
+    return rename
+
+
+ORIGINAL = Layout("original", marker="encoder.project_in.conv.weight", renamer=_original_layout)
 
 
 def _half(shapes: Shapes, half: str) -> dict[str, Any]:
@@ -102,5 +136,6 @@ AUTOENCODERS = (
         compression=32,
         latent_channels=32,
         latent_format="dc_ae_f32c32",
+        layouts=(ORIGINAL,),
     ),
 )

@@ -12,7 +12,7 @@ import comfy.sd
 import comfy.utils
 import torch
 
-from ..autoencoders import Autoencoder, AutoencoderMatch, find_autoencoder, fit_shape
+from ..autoencoders import Autoencoder, AutoencoderMatch, find_autoencoder
 from ..checkpoints.kinds import AUTOENCODER, UNKNOWN, kind_of, wrong_slot
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
@@ -69,7 +69,11 @@ def _init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -
     if found is None:
         original(self, *args, **kwargs)
         return
-    original(self, **{**named, "sd": {SHELL: torch.tensor(1.0)}})
+    shell = {SHELL: torch.tensor(1.0)}
+    if args:
+        original(self, shell, *args[1:], **kwargs)
+    else:
+        original(self, **{**kwargs, "sd": shell})
     fill(self, found, named["sd"], named.get("dtype"))
 
 
@@ -96,9 +100,7 @@ def fill(vae: Any, found: AutoencoderMatch, state_dict: Mapping[str, torch.Tenso
     expected = {key: tuple(value.shape) for key, value in empty.state_dict().items()}
     weights = {}
     for key, value in state_dict.items():
-        name = found.rename(key)
-        if name is not None:
-            weights[name] = fit_shape(value, expected[name]) if name in expected else value
+        weights.update(found.place(key, value, expected))
     check_weights(path, expected, weights)
     _describe(vae, kind, found.config)
     management = comfy.model_management

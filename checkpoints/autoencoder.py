@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..autoencoders import Autoencoder, autoencoders, find_autoencoder, fit_shape
+from ..autoencoders import Autoencoder, autoencoders, find_autoencoder
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
 from ..files.source import open_source
@@ -49,8 +49,8 @@ def load_autoencoder(
         expected = {key: tuple(value.shape) for key, value in module.state_dict().items()}
         state = {}
         for key in source:
-            if name := found.rename(key):
-                state[name] = fit_shape(source.read(key), expected[name]) if name in expected else source.read(key)
+            if found.names(key):
+                state.update(found.place(key, source.read(key), expected))
         check_keys(source.path, expected, {name: tuple(value.shape) for name, value in state.items()})
         wanted = None if dtype is None else parse_dtype(dtype)
         module.load_state_dict({name: value.to(device, wanted) for name, value in state.items()}, assign=True)

@@ -39,7 +39,7 @@ _TEXT = (
 )
 _VAE = (
     r"(?:^|\.)(?:decoder\.conv_in\.|decoder\.conv1\.|encoder\.conv_in\.|encoder\.conv1\.|decoder\.up_blocks\.|"
-    r"encoder\.down_blocks\.|decoder\.up\.0\.)"
+    r"encoder\.down_blocks\.|decoder\.up\.0\.|decoder\.project_in\.)"
 )
 _CONTROL = r"(?:^|\.)(?:control_model\.|controlnet_blocks\.|controlnet_cond_embedding\.|input_hint_block\.)"
 _TRANSFORMER = r"(?:^|\.)(?:\w*blocks|layers)\.0\."

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..autoencoders import find_autoencoder, fit_shape
+from ..autoencoders import find_autoencoder, fitted
 from ..autoencoders.kl_kinds import ORIGINAL, old_layout, original_layout
 from ..files.errors import FileError
 from ..supported_models import Run, Target, import_dotted
@@ -97,25 +97,37 @@ def _named_alike(checkpoint: Checkpoint, own: dict, prefix: str, found: Any):
         kind = kind_of(checkpoint.shapes)
         known = "is an autoencoder whose other layout this pack does not know"
         raise FileError(checkpoint.path, known if kind is AUTOENCODER else wrong_slot(kind, AUTOENCODER))
-    names = {key: found.rename(prefix + key) for key in own}
-    _check(checkpoint, found, {names[key]: shape for key, shape in own.items()})
-    targets = [Target(names[key], shape, (Run(prefix + key),)) for key, shape in own.items()]
+    parts: dict[str, tuple[tuple[int, ...], Run]] = {}
+    for key, shape in own.items():
+        names = found.names(prefix + key)
+        if len(names) == 1:
+            parts[names[0]] = shape, Run(prefix + key)
+            continue
+        rows = shape[0] // len(names)
+        for i, name in enumerate(names):
+            parts[name] = (rows, *shape[1:]), Run(prefix + key, i * rows, (i + 1) * rows)
+    expected = _check(checkpoint, found, {name: shape for name, (shape, _) in parts.items()})
+    targets = [Target(name, fitted(shape, expected[name]), (run,)) for name, (shape, run) in parts.items()]
     return found.autoencoder.title, targets, found
 
 
 def _prefix(checkpoint: Checkpoint) -> str:
-    marks = ("encoder.conv_in.weight", "encoder.conv_out.weight", "encoder.conv1.weight")
+    marks = (
+        "encoder.conv_in.weight",
+        "encoder.conv_out.weight",
+        "encoder.conv1.weight",
+        "encoder.project_in.conv.weight",
+    )
     return next((start for start in PREFIXES if any(start + mark in checkpoint.shapes for mark in marks)), "")
 
 
-def _check(checkpoint: Checkpoint, found: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check(checkpoint: Checkpoint, found: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the kind's module. Raises FileError where these are others."""
     module = import_dotted(found.autoencoder.module)(**found.config, device="meta", operations=torch.nn)
     expected = {key: tuple(value.shape) for key, value in module.state_dict().items()}
-    fitted = {
-        key: tuple(fit_shape(torch.empty(shape, device="meta"), expected[key]).shape) if key in expected else shape
-        for key, shape in shapes.items()
-    }
-    check_keys(checkpoint.path, expected, fitted)
+    have = {key: fitted(shape, expected[key]) if key in expected else shape for key, shape in shapes.items()}
+    check_keys(checkpoint.path, expected, have)
+    return expected
 
 
 def _original(name: str, levels: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,39 @@ def autoencoder(kind: str, **place: Any) -> torch.nn.Module:
     return (AutoencoderKL(**KL, **place) if kind == "kl" else AutoencoderDC(**DC_AE, **place)).eval()
 
 
+def publishers_dc_ae(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A DC-AE's weights as its publisher stores them: layers in wrappers, 1x1 convolutions, one matrix for q, k and v."""
+    names = (
+        (r"^encoder\.conv_in\.", "encoder.project_in.conv."),
+        (r"^decoder\.conv_in\.", "decoder.project_in.main.conv."),
+        (r"^encoder\.conv_out\.", "encoder.project_out.main.op_list.0.conv."),
+        (r"^decoder\.norm_out\.", "decoder.project_out.op_list.0."),
+        (r"^decoder\.conv_out\.", "decoder.project_out.op_list.2.conv."),
+        (r"^(en|de)coder\.(?:down|up)_blocks\.(\d+)\.(\d+)\.", r"\1coder.stages.\2.op_list.\3."),
+        (r"(\d)\.attn\.", r"\1.context_module.main."),
+        (r"(\d)\.conv_out\.norm\.", r"\1.local_module.main.point_conv.norm."),
+        (r"(\d)\.conv_out\.conv_(\w+)\.", r"\1.local_module.main.\2_conv.conv."),
+        (r"to_qkv_multiscale\.(\d+)\.proj_in\.", r"aggreg.\1.0."),
+        (r"to_qkv_multiscale\.(\d+)\.proj_out\.", r"aggreg.\1.1."),
+        (r"main\.to_out\.", "main.proj.conv."),
+        (r"main\.norm_out\.", "main.proj.norm."),
+        (r"(stages\.\d+\.op_list\.\d+)\.conv\.", r"\1.main.conv.conv."),
+        (r"(op_list\.\d+)\.(conv[12])\.", r"\1.main.\2.conv."),
+        (r"(op_list\.\d+)\.norm\.", r"\1.main.conv2.norm."),
+    )
+    stored = {}
+    for key, value in state.items():
+        if re.search(r"\.to_[kv]\.", key):
+            continue
+        if ".to_q." in key:
+            value = torch.cat([state[key.replace(".to_q.", f".to_{part}.")] for part in "qkv"])
+        for pattern, replacement in (*names, (r"main\.to_q\.", "main.qkv.conv.")):
+            key = re.sub(pattern, replacement, key)
+        wide = key.endswith(("qkv.conv.weight", "proj.conv.weight"))
+        stored[key] = value[:, :, None, None] if wide else value
+    return stored
+
+
 def random_state(module: torch.nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Weights of a size that keeps activations near 1, norms near 1, the same for every dtype but for rounding."""
     generator = torch.Generator().manual_seed(seed)
@@ -81,10 +116,30 @@ def dit_state(config: dict[str, Any] = DIT, seed: int = 1, dtype: torch.dtype = 
     return random_state(PRXTransformer2DModel(**config, device="meta"), seed, dtype)
 
 
-def text_state(seed: int = 2, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def text_state(
+    seed: int = 2, dtype: torch.dtype = torch.float32, config: dict[str, Any] = TEXT
+) -> dict[str, torch.Tensor]:
     from nativedit.text_encoders.language_model import LanguageModel
 
-    return random_state(LanguageModel(**TEXT, device="meta"), seed, dtype)
+    return random_state(LanguageModel(**config, device="meta"), seed, dtype)
+
+
+def clip_l_state(seed: int = 4) -> dict[str, torch.Tensor]:
+    """CLIP-L, which ComfyUI has in its one size only: 123 million weights, bfloat16."""
+    width, generator = 768, torch.Generator().manual_seed(seed)
+    linears = {"mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width)}
+    linears |= {f"self_attn.{name}_proj": (width, width) for name in ("q", "k", "v", "out")}
+    norms = [f"encoder.layers.{index}.layer_norm{number}" for index in range(12) for number in (1, 2)]
+    state = {"embeddings.token_embedding.weight": torch.randn(49408, width, generator=generator)}
+    state["embeddings.position_embedding.weight"] = 0.1 * torch.randn(77, width, generator=generator)
+    for norm in (*norms, "final_layer_norm"):
+        state[f"{norm}.weight"], state[f"{norm}.bias"] = torch.ones(width), torch.zeros(width)
+    for index in range(12):
+        for name, shape in linears.items():
+            layer = f"encoder.layers.{index}.{name}"
+            state[f"{layer}.weight"] = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+            state[f"{layer}.bias"] = torch.zeros(shape[0])
+    return {f"text_model.{key}": value.to(torch.bfloat16) for key, value in state.items()}
 
 
 def tokenizer_json() -> bytes:

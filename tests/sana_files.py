@@ -47,6 +47,7 @@ MODEL, SPRINT_MODEL, CLIP, VAE = (
     "gemma.safetensors",
     "dc_ae_sana.safetensors",
 )
+PUBLISHERS_VAE = "dc_ae_as_published.safetensors"
 PROMPT = "A Red circle above a blue Square, on a small background "
 
 
@@ -137,7 +138,9 @@ def write(folder: Path) -> None:
     save_file(
         text, folder / "text_encoders" / CLIP, files.header("text_encoder", {"family": "gemma2", **text_config()})
     )
-    save_file(files.random_state(files.autoencoder("dc_ae", device="meta"), 25), folder / "vae" / VAE)
+    autoencoder = files.random_state(files.autoencoder("dc_ae", device="meta"), 25)
+    save_file(autoencoder, folder / "vae" / VAE)
+    save_file(files.publishers_dc_ae(autoencoder), folder / "vae" / PUBLISHERS_VAE)
 
 
 def tokenizer_tensors() -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import comfyui_files as files
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support import rel_err
 
 import nativedit
@@ -37,6 +37,20 @@ def test_a_file_is_recognised_and_computes_the_same(tmp_path: Path, kind: str, p
     assert rel_err(latent, module.encode(pixels)) < 1e-6
     assert rel_err(loaded.decode(latent), module.decode(latent)) < 1e-6
     assert not loaded.training
+
+
+@torch.inference_mode()
+def test_the_publishers_dc_ae_computes_the_same_and_converts(tmp_path: Path):
+    _, module = write(tmp_path, "dc_ae")
+    published, converted = tmp_path / "model.safetensors", tmp_path / "dc_ae_ours.safetensors"
+    save_file(files.publishers_dc_ae(module.state_dict()), published)
+    pixels = torch.rand(1, 3, 64, 96) * 2 - 1
+
+    nativedit.convert(published, converted)
+
+    for path in (published, converted):
+        assert rel_err(nativedit.load_autoencoder(path).encode(pixels), module.encode(pixels)) < 1e-6
+    assert load_file(converted).keys() == module.state_dict().keys()
 
 
 def test_the_autoencoder_of_an_architecture(tmp_path: Path):

@@ -177,10 +177,10 @@ def picture(server: Server) -> str:
     return "sana.png"
 
 
-def encoding(picture: str, **tiles: int) -> dict:
+def encoding(picture: str, vae: str = sana.VAE, **tiles: int) -> dict:
     return {
         "image": node("LoadImage", image=picture),
-        "vae": node("VAELoader", vae_name=sana.VAE),
+        "vae": node("VAELoader", vae_name=vae),
         "encode": node(
             "VAEEncodeTiled", pixels=["image", 0], vae=["vae", 0], temporal_size=64, temporal_overlap=8, **tiles
         ),
@@ -202,3 +202,11 @@ def test_other_tiles_give_a_latent(latent: Run, sana_models: Path, picture: str,
 
     assert made.shape == (1, 32, 6, 8)
     assert made.isfinite().all()
+
+
+def test_the_publishers_autoencoder_is_the_same(latent: Run, sana_models: Path, picture: str):
+    tiles = {"tile_size": 512, "overlap": 64}
+
+    made = latent(encoding(picture, sana.PUBLISHERS_VAE, **tiles))
+
+    assert rel_err(made, latent(encoding(picture, **tiles))) <= 1e-6

@@ -314,10 +314,11 @@ def test_the_4k_model_has_its_positions_and_its_shift(outputs: Callable, convert
     assert rel_err(made["sampler"][0]["samples"], plain["sampler"][0]["samples"]) > 1e-2
 
 
-def test_a_picture_goes_through_the_autoencoder(outputs: Callable):
+@pytest.mark.parametrize("file", [sana.VAE, sana.PUBLISHERS_VAE])
+def test_a_picture_goes_through_the_autoencoder(outputs: Callable, file: str):
     graph = sana.graph(steps=2)
     graph |= {
-        "vae": node("VAELoader", vae_name=sana.VAE),
+        "vae": node("VAELoader", vae_name=file),
         "decode": node("VAEDecode", samples=["sampler", 0], vae=["vae", 0]),
         "picture": node("PreviewImage", images=["decode", 0]),
     }

@@ -5,6 +5,7 @@ import json
 import dit_checks
 import pytest
 import torch
+from comfyui_files import publishers_dc_ae
 from support import find_shared, golden_cases, rel_err
 
 from nativedit.autoencoders import find_autoencoder, get_autoencoder
@@ -262,3 +263,24 @@ def test_compiles_into_one_graph():
     torch._dynamo.reset()
     compiled = torch.compile(ours.decode, fullgraph=True, backend="aot_eager")
     assert rel_err(compiled(latent), ours.decode(latent)) <= 1e-5
+
+
+def test_the_publishers_layout_is_ours_by_the_references_converter():
+    from diffusers.loaders.single_file_utils import convert_autoencoder_dc_checkpoint_to_diffusers as convert
+
+    config = {**SANA, **{f"{half}_block_out_channels": [32, 32, 32, 64, 64, 64] for half in ("encoder", "decoder")}}
+    ours, _ = pair({key: value for key, value in config.items() if key != "scaling_factor"})
+    state = {key: value.clone() for key, value in ours.state_dict().items()}
+    stored = publishers_dc_ae(state)
+    expected = convert(dict(stored))
+    assert expected.keys() == state.keys() and not stored.keys() & state.keys()
+
+    match = find_autoencoder({key: tuple(value.shape) for key, value in stored.items()})
+    shapes = shapes_of(ours)
+    placed = {}
+    for key, value in stored.items():
+        placed.update(match.place(key, value, shapes))
+
+    assert (match.autoencoder.name, match.layout) == ("dc_ae_f32c32", "original")
+    assert placed.keys() == state.keys()
+    assert all(torch.equal(placed[key], state[key]) and torch.equal(expected[key], state[key]) for key in state)
