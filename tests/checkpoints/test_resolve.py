@@ -386,25 +386,6 @@ def test_the_demo_workflows_files_are_named(root):
     assert names == {"nativedit_demo_prx_pixel.safetensors", "nativedit_demo_qwen3.safetensors"}
 
 
-def test_all_official_templates_list_their_files(models):
-    """With the package of ComfyUI's templates installed (comfyui-workflow-templates-json)."""
-    package = pytest.importorskip("comfyui_workflow_templates_json")
-    files = sorted((Path(package.__file__).parent / "templates").glob("*.json"))
-    assert len(files) > 100
-    listed = {}
-    for file in files:
-        workflow = json.loads(file.read_text(encoding="utf-8"))
-        for wanted in model_files(workflow) if isinstance(workflow, dict) else ():
-            listed.setdefault(wanted.name.rpartition("/")[2], wanted)
-    assert {"z_image_turbo_bf16.safetensors", "flux1-dev.safetensors", "ae.safetensors"} <= set(listed)
-    from nativedit import architectures
-
-    for card in architectures():
-        for name, url in card.downloads.items():
-            assert name in listed, name
-            assert re.sub(r"\?.*", "", listed[name].url or url) == url or listed[name].folder
-
-
 # ---- downloads -------------------------------------------------------------------------------------------------------
 
 CONTENT = os.urandom(300_000)
