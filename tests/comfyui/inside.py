@@ -28,6 +28,7 @@ import comfy.ldm.modules.attention  # noqa: E402
 import comfy.lora  # noqa: E402
 import comfy.model_detection  # noqa: E402
 import comfy.model_sampling  # noqa: E402
+import comfy.sample  # noqa: E402
 import comfy.sd  # noqa: E402
 import comfy.sd1_clip  # noqa: E402
 import comfy.supported_models  # noqa: E402
@@ -213,6 +214,38 @@ def check_more_arguments_than_today_are_passed_on():
     assert RECORDED[-1] == ("core", (), {"metadata": None, "another": 2})
 
 
+def check_every_wrapper_of_ours_hands_on_what_a_later_comfyui_adds():
+    unclaimed = {"some.weight": torch.zeros(1)}
+    model = torch.nn.Linear(1, 1)
+    today = {
+        "detect_unet_config": (unclaimed, ""),
+        "load_clip": (["some.safetensors"],),
+        "load_checkpoint_guess_config": ("some.safetensors",),
+        "load_diffusion_model": ("some.safetensors",),
+        "load_text_encoder_state_dicts": ([unclaimed],),
+        "model_lora_keys_unet": (model, {}),
+        "model_lora_keys_clip": (model, {}),
+        "load_lora": ({}, {}),
+        "__init__": (model, unclaimed),
+        "sample": (comfy.sd.load_diffusion_model(str(TINY)), torch.zeros(1, 3, 16, 16), 1),
+    }
+    owners = [comfy.model_detection, comfy.sd, comfy.lora, comfy.sample, comfy.sd.VAE]
+    wrapped = [(owner, name) for owner in owners for name in owner._nativedit_wrapped]
+    assert {name for _, name in wrapped} == set(today)
+    for owner, name in wrapped:
+        function, received = getattr(owner, name), []
+        while "wrapper" not in (outside := inspect.getclosurevars(function).nonlocals):
+            function = outside["original"]  # a foreign wrapper outside ours
+
+        def later(*args, received=received, **kwargs):
+            received.append((args, kwargs))
+            return {}
+
+        outside["wrapper"](later, *today[name], "one more", another=1)
+        [(args, kwargs)] = [call for call in received if "another" in call[1]]
+        assert args[-1] == "one more" and kwargs["another"] == 1, name
+
+
 def check_our_file_is_ours_under_every_prefix():
     for prefix in ("", "model.diffusion_model.", "diffusion_model.", "transformer."):
         tensors = {prefix + key: value for key, value in state_dict().items()}
@@ -256,6 +289,37 @@ def check_a_card_that_fails_disables_itself_alone():
     assert added == ["nativedit_fine"]
     [line] = [line for line in lines if "broken" in line]
     assert comfyui_version.__version__ in line and "no such format" in line
+
+
+def check_a_part_that_this_comfyui_can_not_take_is_switched_off_alone():
+    bridge, vae = part("bridge"), part("bridge.vae")
+    install = vae.install
+
+    def changed():
+        raise AttributeError("module 'comfy.sd' has no attribute 'VAE'")
+
+    vae.install = changed
+    try:
+        _, lines = LOG.during(bridge._install)
+    finally:
+        vae.install = install
+    [line] = [line for line in lines if "NativeDiT" in line]
+    assert "autoencoders" in line and "switched off" in line and comfyui_version.__version__ in line, line
+    assert "no attribute 'VAE'" in line
+    assert comfy.model_detection.detect_unet_config(state_dict(), "")["image_model"] == "nativedit_prx_pixel"
+
+
+def check_what_our_loader_was_told_is_forgotten_by_the_next_loader():
+    [ours] = [node for node in STATE["nodes"] if node.__name__ == "NativeDiTLoadDiffusionModel"]
+    first = with_lora(ours.execute(TINY.name, architecture="prx_pixel", precision="bfloat16").args[0])
+    assert first.model.get_dtype() == torch.bfloat16
+    fresh = comfy.sd.load_diffusion_model(str(TINY))
+    assert fresh.model.get_dtype() == torch.float32 and not fresh.patches
+    assert part("bridge.detection")._only.get() is None
+    again, expected = with_lora(fresh), with_lora(comfy.sd.load_diffusion_model(str(TINY)))
+    for patcher in (again, expected):
+        patcher.patch_model(device_to=torch.device("cpu"))
+    assert torch.equal(model_call(again), model_call(expected))
 
 
 def check_lora_names_are_added_to_our_models_only():

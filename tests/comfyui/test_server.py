@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 
+import comfyui_files as files
 import pytest
-from comfyui_server import PACK_FOLDER, Server
+import torch
+from comfyui_graphs import text_to_latent
+from comfyui_server import PACK_FOLDER, Server, at_least, make_base, python_for
 
 pytestmark = pytest.mark.comfyui
 
@@ -56,6 +61,22 @@ def test_the_example_workflows_are_templates_with_a_thumbnail(server: Server, ro
     for name in names:
         thumbnail = server.get(f"/api/workflow_templates/{PACK_FOLDER}/{name}.jpg")
         assert thumbnail.startswith(b"\xff\xd8\xff")
+
+
+def test_the_old_memory_manager_gives_the_same_latent(
+    server: Server, latent: Callable, comfyui: Path, comfyui_path: Path, tmp_path: Path
+):
+    if not at_least(comfyui, "0.29"):
+        pytest.skip("this ComfyUI has one memory manager and no switch for it")
+    expected = latent(text_to_latent(steps=2))
+    base = make_base(tmp_path / "base")
+    files.write_models(base / "models")
+
+    with Server(comfyui, base, python_for(comfyui, comfyui_path), ("--disable-dynamic-vram",)) as plain:
+        outputs = plain.run(text_to_latent(steps=2))
+        found = files.tensors(plain.file_of(outputs["save"]["latents"][0]))["latent_tensor"]
+
+    assert torch.equal(found, expected)
 
 
 def _options(spec) -> list[str]:
