@@ -1,4 +1,4 @@
-"""ComfyUI's official workflow templates: `resolve --workflow` lists the files of every one, cards name theirs from there.
+"""ComfyUI's official workflow templates: `resolve --workflow` lists the files of every one; cards name theirs there.
 
 The package is not needed: what it says is recorded (official_templates.py). With it every template is read.
 """
