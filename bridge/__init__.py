@@ -64,6 +64,10 @@ def _install() -> None:
         from . import schedules
 
         schedules.install()
+    with guarded("the settings of cached samplers"):
+        from . import kept_settings
+
+        kept_settings.install()
     with guarded("the demo model"):
         from . import folders
 

@@ -17,6 +17,7 @@ from ..host import Graph, Sampled
 from ..ldm.f_lite.sampling import adaptive_projected_guidance
 from ..supported_models import Architecture, Settings, decide, find_architecture
 from .hooks import guarded, wrap_once
+from .kept_settings import keep
 from .model import NativeDiTModel
 from .sampling import keep_prediction
 
@@ -139,6 +140,7 @@ def sample(
     )
     _show(settings.text, graph.node_id)
     done = _run(model, settings, positive, negative, latent, samples, seed)
+    keep(graph.prompt, graph.node_id, settings.as_dict())
     kept = {key: value for key, value in latent.items() if not key.startswith("downscale_ratio_")}
     return Sampled({**kept, "samples": done}, settings)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +17,17 @@ from .model_folders import FileList
 
 __all__ = ["Cache", "Execution", "Outcome"]
 
+KEPT = "nativedit"  # the entry of a node's _meta that Sample (NativeDiT) writes
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a node gave: outputs by position, and what it tells the interface (saved pictures)."""
+    """What a node gave: outputs by position, what it tells the interface (saved pictures), and what it wrote beside its
+    title in the prompt (settings of a sampler), which pictures of later runs carry too."""
 
     values: tuple[Any, ...]
     ui: Mapping[str, Any] | None = None
+    kept: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -62,9 +66,12 @@ class Execution:
                 if outcome is None:
                     hidden = SimpleNamespace(prompt=prompt, extra_pnginfo=extra, unique_id=node_id)
                     outcome = self._guarded(node, self._execute, node, hidden)
+                    outcome = replace(outcome, kept=prompt[node_id].get("_meta", {}).get(KEPT))
                     self.cache.outcomes[signature] = outcome
                 else:
                     self.cached.append(node_id)
+                    if outcome.kept is not None:
+                        prompt[node_id].setdefault("_meta", {})[KEPT] = outcome.kept
                 self.outcomes[node_id] = outcome
                 self.seconds[node_id] = time.perf_counter() - started
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from comfyui_graphs import PROMPT, from_checkpoint, node, text_to_latent, with_model_node, with_picture
 from comfyui_server import Server, at_least
+from PIL import Image
 from support import rel_err
 
 pytestmark = pytest.mark.comfyui
@@ -208,3 +210,25 @@ def test_joined_and_averaged_prompts_run(latent: Run):
     graph["sampler"]["inputs"]["positive"] = ["mixed", 0]
 
     assert latent(graph).isfinite().all()
+
+
+def test_the_settings_are_in_every_picture_also_where_the_sampler_is_cached(server: Server):
+    graph = with_picture(text_to_latent())
+    inputs = {name: [name, 0] for name in ("model", "positive", "negative")}
+    graph["sampler"] = node(
+        "NativeDiTSample", seed=3, steps=2, cfg=-1.0, sampler_name="auto", scheduler="auto", **inputs
+    )
+    graph["sampler"]["inputs"] |= {"latent_image": ["latent", 0], "shift": 0.0, "denoise": 1.0}
+    kept = []
+    for prefix in ("first", "second"):
+        graph["picture"]["inputs"]["filename_prefix"] = prefix
+        outputs = server.run(graph)
+        with Image.open(server.file_of(outputs["picture"]["images"][0])) as picture:
+            kept.append(json.loads(picture.info["prompt"])["sampler"])
+
+    assert kept[0]["_meta"]["nativedit"]["steps"] == 2 and kept[0]["_meta"]["nativedit"]["sampler"] != "auto"
+    assert kept[0] == kept[1]
+
+    graph["sampler"]["inputs"]["steps"] = 1
+    with Image.open(server.file_of(server.run(graph)["picture"]["images"][0])) as picture:
+        assert json.loads(picture.info["prompt"])["sampler"]["_meta"]["nativedit"]["steps"] == 1

@@ -72,6 +72,22 @@ def test_a_change_runs_only_what_depends_on_it(run, graph: dict):
     assert set(run(graph).cached) == {"model", "clip", "positive", "latent", "vae"}
 
 
+def test_a_cached_samplers_settings_are_in_the_next_picture_too(run, graph: dict):
+    graph["sampler"] = node(
+        "NativeDiTSample", seed=7, steps=2, **{name: [name, 0] for name in ("model", "positive", "negative")}
+    )
+    graph["sampler"]["inputs"]["latent_image"] = ["latent", 0]
+    kept = []
+    for prefix in ("first", "second"):
+        graph["picture"]["inputs"]["filename_prefix"] = prefix
+        result = run(graph)
+        with Image.open(result.pictures[0]) as picture:
+            kept.append(json.loads(picture.info["prompt"])["sampler"]["_meta"]["nativedit"])
+
+    assert "sampler" in result.cached
+    assert kept[0]["steps"] == 2 and kept[0] == kept[1]
+
+
 def test_a_deleted_picture_is_made_again_from_what_is_remembered(run, graph: dict):
     first = run(graph)
     first.pictures[0].unlink()
