@@ -38,6 +38,17 @@ TEXT = {
     "qk_norm": True,
     "rope_theta": 5_000_000.0,
 }
+# ComfyUI's own Qwen3 0.6B, as small as the probe pack makes it.
+QWEN3 = {
+    **TEXT,
+    "vocab_size": 1024,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1_000_000.0,
+}
 ODD_TEXT = {**TEXT, "rope_theta": 300.0, "rms_norm_eps": 1e-3}
 
 
@@ -64,7 +75,7 @@ def autoencoder(kind: str, **place: Any) -> torch.nn.Module:
 
 
 def publishers_dc_ae(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A DC-AE's weights as its publisher stores them: layers in wrappers, 1x1 convolutions, one matrix for q, k and v."""
+    """A DC-AE's weights as its publisher stores them: wrapped layers, 1x1 convolutions, one matrix for q, k and v."""
     names = (
         (r"^encoder\.conv_in\.", "encoder.project_in.conv."),
         (r"^decoder\.conv_in\.", "decoder.project_in.main.conv."),
@@ -122,24 +133,6 @@ def text_state(
     from nativedit.text_encoders.language_model import LanguageModel
 
     return random_state(LanguageModel(**config, device="meta"), seed, dtype)
-
-
-def clip_l_state(seed: int = 4) -> dict[str, torch.Tensor]:
-    """CLIP-L, which ComfyUI has in its one size only: 123 million weights, bfloat16."""
-    width, generator = 768, torch.Generator().manual_seed(seed)
-    linears = {"mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width)}
-    linears |= {f"self_attn.{name}_proj": (width, width) for name in ("q", "k", "v", "out")}
-    norms = [f"encoder.layers.{index}.layer_norm{number}" for index in range(12) for number in (1, 2)]
-    state = {"embeddings.token_embedding.weight": torch.randn(49408, width, generator=generator)}
-    state["embeddings.position_embedding.weight"] = 0.1 * torch.randn(77, width, generator=generator)
-    for norm in (*norms, "final_layer_norm"):
-        state[f"{norm}.weight"], state[f"{norm}.bias"] = torch.ones(width), torch.zeros(width)
-    for index in range(12):
-        for name, shape in linears.items():
-            layer = f"encoder.layers.{index}.{name}"
-            state[f"{layer}.weight"] = torch.randn(shape, generator=generator) * shape[1] ** -0.5
-            state[f"{layer}.bias"] = torch.zeros(shape[0])
-    return {f"text_model.{key}": value.to(torch.bfloat16) for key, value in state.items()}
 
 
 def tokenizer_json() -> bytes:

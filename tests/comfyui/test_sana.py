@@ -128,15 +128,28 @@ def test_a_model_saved_by_comfyui_is_the_same_model(server: Server, sana_models:
     assert shapes[files.PREFIX + "transformer_blocks.0.ff.conv_point.weight"].ndim == 4
 
 
-@pytest.mark.parametrize(
-    ("format", "since", "error"), [("float8_e4m3fn", "0.8.0", 0.2), ("int8_tensorwise", "0.29.0", 0.1)]
-)
+# How far a latent may be from the source's.
+ERRORS = {
+    "float8_e4m3fn": 0.2,
+    "float8_e5m2": 0.4,
+    "mxfp8": 0.2,
+    "nvfp4": 0.6,
+    "int8_tensorwise": 0.1,
+    "int8_convrot": 0.1,
+    "convrot_w4a4": 0.9,
+    "asym_w4a8_int8": 0.6,
+}
+
+
+@pytest.mark.parametrize(("format", "error"), ERRORS.items(), ids=list(ERRORS))
 def test_a_quantized_model_is_loaded_saved_and_loaded_again(
-    server: Server, sana_models: Path, latent: Run, format: str, since: str, error: float
+    server: Server, sana_models: Path, latent: Run, format: str, error: float
 ):
-    if not at_least(server.comfyui, since):
-        pytest.skip(f"this ComfyUI has no {format}")
     import nativedit
+    from nativedit.quant.formats import FORMATS, parse_recipe
+
+    if not at_least(server.comfyui, FORMATS[parse_recipe(format).format].since["linear"]):
+        pytest.skip(f"this ComfyUI has no {format}")
 
     beforehand = f"sana_{format}.safetensors"
     nativedit.quantize(
