@@ -58,7 +58,8 @@ class Inspection:
         lines += ["", *(f"{name:<44} {size / 1e9:>9.3f} GB" for name, size in self.sizes().items())]
         problems = self.problems
         if problems:
-            lines += ["", f"{len(problems)} problems:", *(f"  {problem}" for problem in problems[:_LINES])]
+            title = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+            lines += ["", f"{title}:", *(f"  {problem}" for problem in problems[:_LINES])]
         else:
             lines += ["", "no problems"]
         return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -59,7 +60,8 @@ def picture_of_file(inspection: Inspection, text: Rasteriser) -> np.ndarray:
     rows = _grouped(_blocks(inspection.entries))
     sizes = inspection.sizes()
     problems = inspection.problems
-    height = 2 * _MARGIN + 30 * 4 + _ROW * (len(rows) + len(sizes) + min(len(problems), 8) + 3)
+    lines = [line for problem in problems[:8] for line in textwrap.wrap(problem, 150, subsequent_indent="    ")]
+    height = 2 * _MARGIN + 30 * 4 + _ROW * (len(rows) + len(sizes) + len(lines) + 3)
     canvas = Canvas(height, text)
     info, y = inspection.info, _MARGIN
     canvas.write(_MARGIN, y, info.path.replace("\\", "/").rsplit("/", 1)[-1])
@@ -80,10 +82,10 @@ def picture_of_file(inspection: Inspection, text: Rasteriser) -> np.ndarray:
         y += _ROW
     y += 12
     if problems:
-        canvas.write(_MARGIN, y, f"{len(problems)} problems", _ALARM)
-        for problem in problems[:8]:
+        canvas.write(_MARGIN, y, "1 problem" if len(problems) == 1 else f"{len(problems)} problems", _ALARM)
+        for line in lines:
             y += _ROW
-            canvas.write(_MARGIN + 20, y, problem, _ALARM)
+            canvas.write(_MARGIN + 20, y, line, _ALARM)
         y += _ROW + 8
     most = max((sum(entry.nbytes for entry in row) for _, row in rows), default=1) or 1
     room = WIDTH - 2 * _MARGIN - _LABEL
@@ -127,14 +129,22 @@ def picture_of_comparison(comparison: Comparison, text: Rasteriser) -> np.ndarra
     if len(changed) > _MOST_ROWS:
         worst = set(sorted(range(len(changed)), key=lambda index: changed[index].sqnr)[:_MOST_ROWS])
         shown = [found for index, found in enumerate(changed) if index in worst]
-    canvas = Canvas(2 * _MARGIN + 90 + _ROW * max(len(shown), 1), text)
+    formats = list(dict.fromkeys(found.format for found in shown))
+    canvas = Canvas(2 * _MARGIN + 90 + _ROW * (max(len(shown), 1) + len(formats)), text)
     equal = len(comparison.differences) - len(changed)
     canvas.write(_MARGIN, _MARGIN, f"Signal to noise of {len(changed)} changed weights ({equal} are equal)")
     note = f", the {len(shown)} worst" if len(shown) < len(changed) else ""
     canvas.write(
-        _MARGIN, _MARGIN + 24, f"overall {decibels(comparison.total)}{note}; longer is better, 6 dB halve the error"
+        _MARGIN,
+        _MARGIN + 24,
+        f"overall {decibels(comparison.total)}{note}; longer is better: 20 dB are an error of 10%, 40 dB of 1%",
     )
-    y, label = _MARGIN + 62, _LABEL + 160
+    y, label = _MARGIN + 50, _LABEL + 160
+    for name in formats:
+        canvas.box(_MARGIN, y + 3, 12, 12, colour_of(name))
+        canvas.write(_MARGIN + 20, y, name)
+        y += _ROW
+    y += 24
     top = max(60.0, *(min(found.sqnr, 120.0) for found in shown)) if shown else 60.0
     room = WIDTH - 2 * _MARGIN - label - 90
     for mark in range(0, int(top) + 1, 20):

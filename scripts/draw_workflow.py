@@ -1,12 +1,13 @@
 """Draws a workflow's graph as the thumbnail of an example whose model is too large to make a picture with here.
 
 python scripts/draw_workflow.py example_workflows/prx.json    # writes example_workflows/prx.jpg
+python scripts/draw_workflow.py example_workflows/compare_models.json --result picture.png    # shown in its last node
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import textwrap
 from pathlib import Path
 
@@ -18,8 +19,10 @@ WIRES = {"MODEL": "#b39ddb", "CLIP": "#ffd54f", "CONDITIONING": "#ffa726", "LATE
 WIRE = "#64b5f6"
 
 
-def draw(graph: dict) -> Image.Image:
-    """The nodes of a workflow in UI format where the editor shows them, their wires and their widgets' values."""
+def draw(graph: dict, result: Image.Image | None = None) -> Image.Image:
+    """The nodes of a workflow in UI format where the editor shows them, their wires and their widgets' values.
+
+    result: the picture that its preview or save node shows."""
     nodes = {node["id"]: node for node in graph["nodes"] if node["type"] not in ("MarkdownNote", "Note")}
     right = max(node["pos"][0] + node["size"][0] for node in nodes.values())
     bottom = max(node["pos"][1] + node["size"][1] for node in nodes.values())
@@ -50,6 +53,12 @@ def draw(graph: dict) -> Image.Image:
             y = top + TITLE + SLOT * (slots + index) + 4
             if y + SLOT <= bottom:
                 canvas.text((left + 12, y), line, fill=QUIET, font=font)
+        if result is not None and node["type"] in ("PreviewImage", "SaveImage"):
+            top += TITLE + SLOT * (slots + len(lines)) + 4
+            room = min((right - left - 16) / result.width, (bottom - top - 8) / result.height)
+            size = (round(result.width * room), round(result.height * room))
+            resample = Image.Resampling.NEAREST if room > 2 else Image.Resampling.LANCZOS
+            image.paste(result.convert("RGB").resize(size, resample), (round((left + right - size[0]) / 2), round(top)))
     return image
 
 
@@ -59,6 +68,9 @@ def _bezier(t: float, x0: float, y0: float, xa: float, xb: float, x1: float, y1:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        path = Path(name)
-        draw(json.loads(path.read_text(encoding="utf-8"))).save(path.with_suffix(".jpg"), quality=88)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workflows", nargs="+", type=Path)
+    parser.add_argument("--result", type=Image.open, help="a picture for the node that shows the result")
+    arguments = parser.parse_args()
+    for path in arguments.workflows:
+        draw(json.loads(path.read_text(encoding="utf-8")), arguments.result).save(path.with_suffix(".jpg"), quality=88)
