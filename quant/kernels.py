@@ -1,4 +1,4 @@
-"""comfy_kitchen's bytes faster: bfloat16 weights [N, K] in a CPU's memory, in torch's own operations.
+"""comfy_kitchen's bytes faster: bfloat16 and fp32 weights [N, K] in a CPU's memory, in torch's own operations.
 
 comfy_kitchen's CPU path is written to be read: it passes over full-width fp32 temporaries and boolean masks, which cost
 a CPU ten times more than the arithmetic. Here the same roundings are done on the numbers' bits. Facts used: bfloat16
@@ -17,14 +17,20 @@ from .formats import Recipe, round_up
 __all__ = ["KERNELS", "peak_of", "quantize_fast", "rotated"]
 
 _SIGNLESS = 0x7FFF
+_BITS = {torch.bfloat16: (torch.int16, _SIGNLESS), torch.float32: (torch.int32, 0x7FFFFFFF)}
+
+
+def _magnitudes(weight: torch.Tensor) -> torch.Tensor:
+    """The bits without the sign. A NaN's are above those of infinity, so the largest of many tells of both."""
+    integer, mask = _BITS[weight.dtype]
+    return weight.view(integer).bitwise_and(mask)
 
 
 def peak_of(weight: torch.Tensor) -> torch.Tensor:
     """The largest magnitude, 0-dim in the weight's dtype; NaN or infinite where a weight is."""
-    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or not weight.is_contiguous():
+    if weight.dtype not in _BITS or weight.device.type != "cpu" or not weight.is_contiguous():
         return weight.abs().amax()
-    # A NaN's bits are above those of infinity, so the largest bits tell of both.
-    return weight.view(torch.int16).bitwise_and(_SIGNLESS).amax().view(torch.bfloat16)
+    return _magnitudes(weight).amax().view(weight.dtype)
 
 
 @functools.lru_cache(maxsize=8)
@@ -40,11 +46,15 @@ def _factors(group: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """``weight`` [N, K] bfloat16, each group of columns times the Hadamard matrix, rounded to bfloat16 once.
+    """``weight`` [N, K], each group of columns times the Hadamard matrix, rounded to the weight's dtype once.
 
-    The sums are taken in fp32, as comfy_kitchen's bfloat16 product takes them, in another order. Where that could tell
-    in the rounding to bfloat16, comfy_kitchen itself computes the group.
+    bfloat16: the sums are taken in fp32, as comfy_kitchen's bfloat16 product takes them, in another order. Where that
+    could tell in the rounding to bfloat16, comfy_kitchen itself computes the group.
     """
+    if weight.dtype == torch.float32:
+        from comfy_kitchen.backends.eager.quantization import rotate_int8_convrot_weight
+
+        return rotate_int8_convrot_weight(weight, group)
     outer, inner = _factors(group)
     wide = weight.float().view(-1, inner.shape[0])
     half = torch.mm(wide, inner).view(-1, outer.shape[0], inner.shape[0])
@@ -79,7 +89,7 @@ def _doubtful(groups: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 
 
 def _row_scale(weight: torch.Tensor) -> torch.Tensor:
-    return weight.view(torch.int16).bitwise_and(_SIGNLESS).amax(1, keepdim=True).view(torch.bfloat16)
+    return _magnitudes(weight).amax(1, keepdim=True).view(weight.dtype)
 
 
 def _int8(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -89,8 +99,8 @@ def _int8(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> d
         scale = (_row_scale(weight).float() / 127.0).clamp(min=1e-30)
     elif scale is None:
         scale = (peak_of(weight).float() / 127.0).clamp(min=1e-30)
-    divisor = scale.to(torch.bfloat16)
-    codes = torch.div(weight, torch.where(divisor == 0, torch.finfo(torch.bfloat16).tiny, divisor))
+    divisor = scale.to(weight.dtype)
+    codes = torch.div(weight, torch.where(divisor == 0, torch.finfo(weight.dtype).tiny, divisor))
     return {"weight": codes.round_().clamp_(-128.0, 127.0).to(torch.int8), "weight_scale": scale}
 
 
@@ -108,7 +118,7 @@ def _float8(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) ->
     limit = torch.finfo(dtype).max
     if scale is None:
         scale = (peak_of(weight) / limit).float()
-    scaled = weight * (1.0 / scale).to(torch.bfloat16)
+    scaled = weight * (1.0 / scale).to(weight.dtype)
     return {"weight": scaled.clamp_(-limit, limit).to(dtype), "weight_scale": scale}
 
 
@@ -119,9 +129,13 @@ def _padded(weight: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.nn.functional.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))
 
 
+def _own(wide: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``wide`` where it is a copy, to be written over; new memory where it is the weight itself."""
+    return wide if weight.dtype != torch.float32 else torch.empty_like(wide)
+
+
 def _block_peaks(weight: torch.Tensor, block: int) -> torch.Tensor:
-    bits = weight.view(torch.int16).bitwise_and(_SIGNLESS)
-    return bits.view(weight.shape[0], -1, block).amax(-1).view(torch.bfloat16)
+    return _magnitudes(weight).view(weight.shape[0], -1, block).amax(-1).view(weight.dtype)
 
 
 def _mxfp8(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -133,7 +147,8 @@ def _mxfp8(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> 
     exponent = (torch.ceil(torch.log2(needed)).to(torch.int32) + 127).clamp_(0, 254).to(torch.uint8)
     empty = peaks == 0
     divisor = torch.where(empty, 1.0, e8m0_to_f32(exponent))
-    scaled = weight.float().view(*peaks.shape, 32).div_(divisor.unsqueeze(-1)).clamp_(-448.0, 448.0)
+    scaled = weight.float().view(*peaks.shape, 32)
+    scaled = torch.div(scaled, divisor.unsqueeze(-1), out=_own(scaled, weight)).clamp_(-448.0, 448.0)
     if bool(empty.any()):
         scaled[empty] = 0.0  # no negative zeros
     blocks = to_blocked(exponent.masked_fill_(empty, 0), flatten=False).view(torch.float8_e8m0fnu)
@@ -149,7 +164,8 @@ def _nvfp4(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> 
     blocks = (_block_peaks(weight, 16).float() / 6.0 / scale).clamp_(max=448.0).to(torch.float8_e4m3fn)
     total = scale * blocks.float()
     empty = total == 0
-    scaled = weight.float().view(*total.shape, 16).div_(torch.where(empty, 1.0, total).unsqueeze(-1))
+    scaled = weight.float().view(*total.shape, 16)
+    scaled = torch.div(scaled, torch.where(empty, 1.0, total).unsqueeze(-1), out=_own(scaled, weight))
     if bool(empty.any()):
         scaled[empty] = 0.0
     codes = _e2m1_codes(scaled.view(-1)).view(torch.int16)  # even column in the low byte, wanted in the high nibble
@@ -191,6 +207,6 @@ def quantize_fast(
 ) -> dict[str, torch.Tensor] | None:
     """The canonical tensors of ``weight`` [N, K], or None where this module has no way of its own."""
     kernel = KERNELS.get(recipe.format)
-    if kernel is None or weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not weight.numel():
+    if kernel is None or weight.device.type != "cpu" or weight.dtype not in _BITS or not weight.numel():
         return None
     return kernel(weight.contiguous(), recipe, scale)

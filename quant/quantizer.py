@@ -17,6 +17,7 @@ from .kitchen import has_tensor_scale, quantize_matrix, tensor_scale
 from .layer import Layer, dequantize_rows
 from .markers import checksum
 from .stream import RowRun, Task, Writing, read_run, row_runs
+from .workers import spread
 
 __all__ = ["Quantizer", "Rows", "compute_dtype"]
 
@@ -136,8 +137,13 @@ class Quantizer:
 
     def _store(self, common: _Common, writing: Writing, run: RowRun, weight: torch.Tensor) -> None:
         scale, codebook = common.settled(self.device)
-        for part, piece in self._batches(run, weight):
-            tensors = quantize_matrix(piece, self.recipe, scale=scale, codebook=codebook)
+
+        def quantized(batch: tuple[RowRun, torch.Tensor]) -> tuple[RowRun, dict[str, torch.Tensor]]:
+            part, piece = batch
+            return part, quantize_matrix(piece, self.recipe, scale=scale, codebook=codebook)
+
+        apply = spread if self.device.type == "cpu" else map
+        for part, tensors in apply(quantized, self._batches(run, weight)):
             for suffix, tensor in tensors.items():
                 self._put(writing, suffix, part, tensor.cpu())
 
