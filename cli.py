@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "quantize": ("quantize a model file for ComfyUI", ".cli_quantize:Quantize"),
     "dequantize": ("undo the quantization of a file", ".cli_quantize:Dequantize"),
     "repair": ("write a quantized file in the form that ComfyUI loads", ".cli_quantize:Repair"),
+    "compare-reports": ("compare what two quantizations of a model decided", ".cli_report:CompareReports"),
     "compare": ("compare two implementations stage by stage", ".cli_compare:Compare"),
     "convert": ("write a model in ComfyUI's or in diffusers' layout", ".cli_files:Convert"),
     "resolve": ("find the file that a name means, or those of a workflow", ".cli_files:Resolve"),
@@ -151,6 +152,8 @@ def _message(error: Exception) -> str:
     """What the error says; for one that is no message to users, also its kind and how to see more."""
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(__package__):
         return f"this needs the package {error.name.split('.')[0]}: pip install {error.name.split('.')[0]}"
+    if isinstance(error, FileNotFoundError) and error.filename and not error.filename2:
+        return f"{error.filename}: no such file or folder"
     told = isinstance(error, (ValueError, OSError, ImportError)) or type(error).__module__.startswith(__package__)
     if told and str(error):
         return str(error)

@@ -6,7 +6,12 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from .checkpoints.quant_report import report_data, report_kind, report_policy
 from .checkpoints.quantize import quantize
+from .cli_report import save_report
+from .quant.budget import split_formats
+from .quant.calibration import read_calibration
+from .quant.craft import COMPUTE, Craft
 from .quant.dequantize import dequantize
 from .quant.formats import FORMATS
 from .quant.repair import repair
@@ -21,14 +26,27 @@ def _progress(quiet: bool) -> Iterator[Callable[[int, int, str], None] | None]:
         return
     from tqdm import tqdm
 
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1000, dynamic_ncols=True) as bar:
+    bar: tqdm | None = None
 
-        def show(done: int, total: int, layer: str) -> None:
-            bar.total = total
-            bar.set_postfix_str(layer[-40:], refresh=False)
-            bar.update(done - bar.n)
+    def show(done: int, total: int, layer: str) -> None:
+        nonlocal bar
+        if bar is None:  # not before there is something to show: an error message should stand alone
+            bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1000, dynamic_ncols=True)
+        bar.total = total
+        bar.set_postfix_str(layer[-40:], refresh=False)
+        bar.update(done - bar.n)
 
+    try:
         yield show
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a number of blocks (0, 1, 2, ...)")
+    return int(text)
 
 
 def _paths(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +66,28 @@ class Quantize:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         _paths(parser)
         parser.add_argument("--format", help=f"{', '.join(FORMATS)}, or int8_convrot (int8 per row, ConvRot group 256)")
-        parser.add_argument("--policy", help="generic, or a TOML file; default: the architecture's own rules")
+        parser.add_argument("--policy", help="generic, a TOML file, or a file made within a budget (its plan)")
         parser.add_argument("--include", action="append", default=[], metavar="GLOB", help="quantize these layers too")
         parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="keep these layers")
-        parser.add_argument("--keep-edges", type=int, default=0, metavar="N", help="keep the first and last N blocks")
+        parser.add_argument("--keep-edges", type=_count, default=0, metavar="N", help="keep N blocks at either end")
+        budget = parser.add_argument_group("a budget chooses each layer's format")
+        budget.add_argument("--target-size", metavar="SIZE", help="best quality in a file of at most 6GB, 5.5GiB, ...")
+        budget.add_argument(
+            "--min-sqnr", metavar="DB", help="smallest file whose signal to noise is at least 35dB, ..."
+        )
+        budget.add_argument("--formats", metavar="A,B", help="choose between these (default: --format, or all)")
+        parser.add_argument(
+            "--for", dest="target", metavar="DEVICE", help="fast formats alone: sm89 (CUDA 8.9), cpu, mps"
+        )
+        parser.add_argument("--comfyui", metavar="VERSION", help="only formats that this ComfyUI reads: 0.29")
+        craft = parser.add_argument_group("how codes are made")
+        craft.add_argument(
+            "--compute", choices=COMPUTE, default=COMPUTE[0], help="arithmetic: the weight's own type (ComfyUI's bytes)"
+        )
+        craft.add_argument("--calibration", metavar="FILE", help="from nativedit calibrate: scales of layers' inputs")
+        craft.add_argument("--smooth", action="store_true", help="nvfp4: even out calibrated inputs (ComfyUI 0.30)")
+        parser.add_argument("--report", metavar="FILE", help="errors, sizes and reasons as .html, .png or .json")
+        parser.add_argument("--save-policy", metavar="FILE.toml", help="the choice as a policy that gives it again")
         parser.add_argument("--requantize", action="store_true", help="accept a source that is already quantized")
         parser.add_argument("--fast-matmul", action="store_true", help="float8: let the device multiply in float8")
         parser.add_argument("--hash", action="store_true", help="note the source's full hash, not only its header's")
@@ -60,7 +96,11 @@ class Quantize:
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        with _progress(args.quiet or args.dry_run) as progress:
+        if args.report is not None:
+            report_kind(args.report)
+        measuring = args.report or args.target_size or args.min_sqnr
+        only_headers = args.dry_run and not measuring
+        with _progress(args.quiet or only_headers) as progress:
             report = quantize(
                 args.source,
                 args.destination,
@@ -74,12 +114,29 @@ class Quantize:
                 hash_source=args.hash,
                 device=args.device,
                 dry_run=args.dry_run,
+                target_size=args.target_size,
+                min_sqnr=args.min_sqnr,
+                formats=split_formats(args.formats or ""),
+                target=args.target,
+                comfyui=args.comfyui,
+                measure=args.report is not None,
+                craft=_craft(args),
                 progress=progress,
             )
         if args.dry_run:
             print(report.table())
         print(report)
+        if args.report is not None:
+            save_report(args.report, report_data(report))
+        if args.save_policy is not None:
+            with open(args.save_policy, "w", encoding="utf-8") as file:
+                file.write(report_policy(report_data(report)))
         return _done(report)
+
+
+def _craft(args: argparse.Namespace) -> Craft:
+    calibration = None if args.calibration is None else read_calibration(args.calibration)
+    return Craft(args.compute, calibration, args.smooth)
 
 
 class Dequantize:

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..quant.convert import quantize as quantize_with
+from ..quant.limits import parse_limits
 from ..quant.report import QuantizationReport
 from ..supported_models import Shapes, find_architecture
 from ..text_encoders.families import find_text_encoder
+from . import diffusion
 from .opened import open_checkpoint
 
-GENERIC = "generic"
+GENERIC, CARD = "generic", "card"
 
 
 def identity(shapes: Shapes) -> tuple[Any, ...] | None:
@@ -30,10 +32,16 @@ def quantize(
     *,
     format: str | None = None,
     policy: str | os.PathLike | Mapping[str, Any] | None = None,
+    target: str | None = None,
+    comfyui: str | None = None,
     **options: Any,
 ) -> QuantizationReport:
-    """policy: None = the card's rules where the architecture is known, else the generic ones; "generic" = always those;
-    or a TOML file (or its content as a dict). Other options and errors: see ``quant.convert.quantize``."""
+    """policy: None or "card" = the card's rules where the architecture is known, else the generic ones; "generic" =
+    always those; a TOML file (or its content as a dict), or a file that was quantized within a budget: its plan.
+
+    target: the device that is to run the result ("sm89", "cpu", "mps"), comfyui: the oldest version that must read it;
+    formats beyond them are not used. A budget: target_size="6GB" or min_sqnr="35dB", with formats=(...) to choose from.
+    Other options and errors: see ``quant.convert.quantize``."""
     card = None
     if policy != GENERIC:
         with open_checkpoint(source) as checkpoint:
@@ -43,8 +51,25 @@ def quantize(
         source,
         destination,
         format=format,
-        policy=None if policy == GENERIC else policy,
+        policy=None if policy in (GENERIC, CARD) else policy,
         card_policy=card,
         detect=identity,
+        limits=parse_limits(target, comfyui),
+        groups=lambda: fused_groups(source),
         **options,
     )
+
+
+def fused_groups(source: str | os.PathLike) -> list[tuple[str, ...]]:
+    """Layers of another layout that become one layer in ComfyUI's (q, k and v): a budget gives them one format."""
+    groups = []
+    with open_checkpoint(source) as checkpoint:
+        match = find_architecture(checkpoint.shapes, metadata=checkpoint.metadata)
+        if match is None or match.layout is None:
+            return []
+        _, move, _ = diffusion.to_comfy(checkpoint, match.architecture.name)
+    for target in move.targets:
+        layers = tuple(dict.fromkeys(run.key.removesuffix(".weight") for run in target.runs))
+        if len(layers) > 1 and target.name.endswith(".weight"):
+            groups.append(layers)
+    return groups

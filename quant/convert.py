@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..files import Source, open_source
+from ..files.writer import encode_header
+from .budget import Budget
+from .budgeted import decide_within, measured_decisions, plan_as_policy, summary_format
 from .canonical import add_canonical, entry_bytes, kept_metadata
+from .craft import PLAIN, Craft
+from .device import device_named
 from .errors import QuantError
 from .formats import FORMATS, Recipe, parse_recipe
 from .kitchen import layout_of
 from .layer import Layer
+from .limits import Limits
 from .markers import MARKER, Record, encode_marker
 from .measure import sampled_error
 from .output import Assembly, assemblies_for, write_output
 from .policy import CardPolicy, Decision, Policy, decide, read_policy
-from .quantizer import Quantizer, Rows, compute_dtype
+from .quantizer import Rows, compute_dtype
 from .reader import QuantizedFile, read_quantized, settle_conflicts
 from .report import QuantizationReport
 from .stream import Meter, Progress
 
-__all__ = ["quantize", "source_identity"]
+__all__ = ["budget_of", "quantize", "source_identity"]
 
 
 def source_identity(source: Source, full: bool = False) -> dict[str, Any]:
@@ -69,6 +76,14 @@ def quantize(
     hash_source: bool = False,
     dry_run: bool = False,
     detect: Callable[[Mapping[str, tuple[int, ...]]], Any] | None = None,
+    target_size: str | int | None = None,
+    min_sqnr: str | float | None = None,
+    formats: Iterable[str] = (),
+    limits: Limits | None = None,
+    measure: bool = False,
+    input_power: Mapping[str, torch.Tensor] | None = None,
+    groups: Callable[[], Iterable[Sequence[str]]] = tuple,
+    craft: Craft = PLAIN,
 ) -> QuantizationReport:
     """Quantize the weights of a file or folder that the policy chooses; everything else is copied byte for byte.
 
@@ -78,41 +93,123 @@ def quantize(
     ``fast_matmul`` leaves out ``full_precision_matrix_mult`` of float8 layers; ``detect`` maps shapes to an identity
     that the result must share with the source. ``progress(done_bytes, total_bytes, layer)``.
 
+    A budget chooses the format of each layer: ``target_size`` ("6GB", of the finished file) gives the best quality that
+    fits, ``min_sqnr`` ("35dB", see `allocation`) the smallest file that keeps it; ``formats`` to choose from (default:
+    ``format``, or all), ``groups()`` of layers that must get the same one. ``limits``: the device and the ComfyUI that
+    must hold the result. ``measure`` notes every layer's error in the report without a budget too;
+    ``input_power`` layer -> mean square of each input channel, by which errors are then weighted. ``craft``: arithmetic
+    and calibration of the layers that are quantized.
+
     Raises QuantError (source already quantized or unreadable, NaN weights), FileError, OutputError, ValueError
-    (unknown format, pattern without a match).
+    (unknown format, pattern without a match, a budget that can't be kept).
     """
     started = time.monotonic()
-    target_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target_device = device_named(device)
     with open_source(source) as opened:
         found = read_quantized(opened)
-        plan = policy_of(format, policy, card_policy, include, exclude, keep_edges, fast_matmul)
-        layout_of(plan.recipe.format)
+        budget = budget_of(target_size, min_sqnr, formats, format, policy, limits, fast_matmul)
+        plan = policy_of(format, policy, card_policy, include, exclude, keep_edges, fast_matmul, budget)
+        refuse_beyond(limits, [] if budget else [plan.recipe, *(rule.recipe for rule in plan.rules if rule.recipe)])
+        for recipe in [plan.recipe] if budget is None else budget.recipes:
+            layout_of(recipe.format)
         layers = usable_layers(opened, found, requantize)
-        decisions = decide_layers(opened, found, layers, plan, detect)
+        if input_power is None and craft.calibration is not None:
+            input_power = craft.calibration.powers(key.removesuffix(".weight") for key in opened)
+        identity = source_identity(opened, hash_source)
+
+        def record_of(records: dict[str, dict[str, Any]], decisions: list[Decision], sqnr: float | None) -> Record:
+            if budget is None:
+                return Record(str(plan.recipe), plan.name, identity, records)
+            note = {"budget": budget.note(), "sqnr": rounded(sqnr), "policy": plan_as_policy(decisions)}
+            return Record(summary_format(decisions), plan.name, identity, records, note)
+
+        def size_of(decisions: list[Decision], sqnr: float | None = 100.0) -> int:
+            assemblies, records = assemble(opened, destination, found, layers, decisions, target_device, craft)
+            metadata = kept_metadata(opened, record_of(records, decisions, sqnr))
+            return sum(len(encode_header(one.entries, metadata)[0]) + entry_bytes(one) for one in assemblies)
+
+        allocation, phases = None, None
+        if budget is not None:
+            allocation, phases = decide_within(
+                opened,
+                plan,
+                budget,
+                decide=lambda policy: decide_layers(opened, found, layers, policy, None),
+                settle=lambda decisions: keep_detected(opened, found, layers, decisions, plan, detect),
+                size_of=size_of,
+                layers=layers,
+                device=target_device,
+                progress=progress,
+                input_power=input_power,
+                groups=groups(),
+            )
+            decisions = allocation.decisions
+        else:
+            decisions = decide_layers(opened, found, layers, plan, detect)
+            if measure:
+                keywords = {"layers": layers, "device": target_device, "progress": progress, "input_power": input_power}
+                allocation, phases = measured_decisions(opened, decisions, **keywords)
         report = QuantizationReport(
             opened.path,
             os.fspath(destination),
-            str(plan.recipe),
+            str(plan.recipe) if budget is None else summary_format(decisions),
             decisions,
             sum(info.nbytes for info in opened.tensors.values()),
+            measured=allocation,
+            budget={} if budget is None else budget.note(),
+            plan=plan_as_policy(decisions),
         )
         if not report.quantized:
-            report.warnings.append("the policy chose no layer; see the reasons with --dry-run")
-        assemblies, records = assemble(opened, destination, found, layers, decisions, target_device)
+            report.warnings.append(
+                "the policy chose no layer; see the reasons with --dry-run"
+                if budget is None
+                else f"{budget}: every layer stays as it is, nothing needs to be quantized"
+            )
+        report.warnings.extend(craft.check(decisions))
+        assemblies, records = assemble(opened, destination, found, layers, decisions, target_device, craft)
         report.bytes_after = sum(entry_bytes(assembly) for assembly in assemblies)
+        report.file_size = size_of(decisions, report.sqnr)
         if dry_run:
             return report
-        record = Record(str(plan.recipe), plan.name, source_identity(opened, hash_source), records)
-        meter = Meter(sum(assembly.read_bytes for assembly in assemblies), progress)
+        record = record_of(records, decisions, report.sqnr)
+        total = sum(assembly.read_bytes for assembly in assemblies)
+        meter = Meter(total, progress) if phases is None else phases.write(total)
         write_output(opened, destination, assemblies, lambda _: kept_metadata(opened, record), meter)
         report.written = True
         report.seconds = time.monotonic() - started
         return report
 
 
-def policy_of(format, policy, card, include, exclude, keep_edges, fast_matmul) -> Policy:
+def budget_of(target_size, min_sqnr, formats, format, policy, limits: Limits | None, fast_matmul) -> Budget | None:
+    """The budget that the options or the policy file ask for, None without one. Raises ValueError."""
     chosen = read_policy(policy)
-    name = format or chosen.format or (card.layout if card else "")
+    if target_size is None and min_sqnr is None:
+        target_size, min_sqnr = chosen.target_size, chosen.min_sqnr
+    named = tuple(formats) or ((format,) if format else ()) or chosen.formats
+    named = named or ((chosen.format,) if chosen.format else ())
+    budget = Budget.parse(target_size, min_sqnr, named, limits)
+    if budget is None:
+        if tuple(formats):
+            raise ValueError("several formats need a budget that decides between them: target_size or min_sqnr")
+        return None
+    return replace(budget, recipes=tuple(_with_safe_products(recipe, fast_matmul) for recipe in budget.recipes))
+
+
+def refuse_beyond(limits: Limits | None, recipes: Iterable[Recipe]) -> None:
+    for recipe in recipes:
+        problem = None if limits is None else limits.problem(recipe)
+        if problem is not None:
+            raise ValueError(f"the format {recipe} is not possible: {problem}")
+
+
+def rounded(sqnr: float | None) -> float | None:
+    """For JSON, which has no infinity."""
+    return round(sqnr, 2) if sqnr is not None and math.isfinite(sqnr) else None
+
+
+def policy_of(format, policy, card, include, exclude, keep_edges, fast_matmul, budget: Budget | None = None) -> Policy:
+    chosen = read_policy(policy)
+    name = budget.recipes[0] if budget is not None else format or chosen.format or (card.layout if card else "")
     if not name:
         raise ValueError("name a format: " + ", ".join([*FORMATS, "int8_convrot"]))
     recipe = _with_safe_products(parse_recipe(name), fast_matmul)
@@ -153,7 +250,8 @@ def usable_layers(source: Source, found: QuantizedFile, requantize: bool) -> dic
     return layers
 
 
-def decide_layers(source, found: QuantizedFile, layers: dict[str, Layer], plan: Policy, detect) -> list[Decision]:
+def weights_of(source, found: QuantizedFile, layers: dict[str, Layer], card: CardPolicy | None):
+    """Name -> (dtype, logical shape, stored bytes) of what `decide` decides on."""
     side = set(found.notes_keys) | {
         key for layer in layers.values() for suffix, key in layer.keys.items() if suffix != "weight"
     }
@@ -163,11 +261,16 @@ def decide_layers(source, found: QuantizedFile, layers: dict[str, Layer], plan: 
             continue
         layer = layers.get(key)
         if layer is None:
-            shape = plan.card.matrix_shape(key, info.shape) if plan.card else info.shape
+            shape = card.matrix_shape(key, info.shape) if card else info.shape
             tensors[key] = (info.dtype, shape, info.nbytes)
         else:
             stored = sum(source.info(own).nbytes for own in layer.keys.values())
             tensors[key] = ("BF16", layer.shape, stored)
+    return tensors
+
+
+def decide_layers(source, found: QuantizedFile, layers: dict[str, Layer], plan: Policy, detect) -> list[Decision]:
+    tensors = weights_of(source, found, layers, plan.card)
     measure = None
     if plan.max_error is not None:
 
@@ -176,9 +279,13 @@ def decide_layers(source, found: QuantizedFile, layers: dict[str, Layer], plan: 
             rows = Rows(source, key, tensors[key][1], dtype, layers.get(key))
             return sampled_error(rows.load, rows.shape, recipe, rows.dtype)
 
-    decisions = decide(tensors, plan, measure)
+    return keep_detected(source, found, layers, decide(tensors, plan, measure), plan, detect)
+
+
+def keep_detected(source, found, layers, decisions: list[Decision], plan: Policy, detect) -> list[Decision]:
     if detect is None:
         return decisions
+    tensors = weights_of(source, found, layers, plan.card)
     return _keep_detected(decisions, {key: shape for key, (_, shape, _) in tensors.items()}, detect, source.path)
 
 
@@ -222,7 +329,7 @@ def _keep_detected(decisions: list[Decision], shapes: dict[str, tuple[int, ...]]
     return result
 
 
-def assemble(source, destination, found: QuantizedFile, layers, decisions, device):
+def assemble(source, destination, found: QuantizedFile, layers, decisions, device, craft: Craft = PLAIN):
     assemblies, assembly_of = assemblies_for(source, destination)
     records: dict[str, dict[str, Any]] = {}
     consumed = set(found.notes_keys)
@@ -234,7 +341,7 @@ def assemble(source, destination, found: QuantizedFile, layers, decisions, devic
             continue
         assembly, decision, layer = assembly_of(key), by_key.get(key), layers.get(key)
         if decision is not None and decision.recipe is not None:
-            _add_quantized(assembly, source, decision, layer, device, records)
+            _add_quantized(assembly, source, decision, layer, device, records, craft)
         elif layer is not None:
             add_canonical(assembly, source, layer)
         elif source.info(key).dtype.startswith("F8_E") and (
@@ -247,14 +354,14 @@ def assemble(source, destination, found: QuantizedFile, layers, decisions, devic
     return assemblies, records
 
 
-def _add_quantized(assembly: Assembly, source: Source, decision: Decision, layer, device, records) -> None:
+def _add_quantized(assembly: Assembly, source: Source, decision: Decision, layer, device, records, craft) -> None:
     stored = "BF16" if layer is not None else decision.dtype
-    rows = Rows(source, decision.key, decision.shape, compute_dtype(stored), layer)
+    rows = Rows(source, decision.key, decision.shape, craft.dtype(stored), layer)
     experts = decision.shape[0] if len(decision.shape) == 3 else None
-    marker = decision.recipe.marker(experts)
+    marker = craft.recipe(decision).marker(experts)
     record = {"marker": marker, "shape": list(decision.shape), "crc32": "0" * 8}
     records[decision.layer] = record
-    quantizer = Quantizer(rows, decision.layer, decision.recipe, device, record)
+    quantizer = craft.quantizer(rows, decision, device, record)
     entries = [(f"{decision.layer}.{suffix}", dtype, shape) for suffix, (dtype, shape) in quantizer.entries.items()]
     count = rows.dtype.itemsize
     for size in decision.shape:

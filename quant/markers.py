@@ -115,19 +115,21 @@ class Record:
     """What we note in the header of a file that we quantized.
 
     ``layers``: name -> {"marker": {...}, "shape": logical shape, "crc32": hex of the stored weight bytes}; ``source``
-    tells the original apart from others: hash of its header and its size.
+    tells the original apart from others: hash of its header and its size. ``plan``: of a file made within a budget,
+    {"budget", "sqnr" in decibels, "policy" that gives it again}.
     """
 
     format: str = ""
     policy: str = ""
     source: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
 
     def encode(self) -> str:
-        return json.dumps(
-            {"version": 1, "format": self.format, "policy": self.policy, "source": self.source, "layers": self.layers},
-            separators=(",", ":"),
-        )
+        content = {"version": 1, "format": self.format, "policy": self.policy, "source": self.source}
+        if self.plan:
+            content["plan"] = self.plan
+        return json.dumps({**content, "layers": self.layers}, separators=(",", ":"))
 
 
 def read_record(source: Source) -> Record | None:
@@ -144,6 +146,8 @@ def read_record(source: Source) -> Record | None:
         record = record or Record(
             str(parsed.get("format", "")), str(parsed.get("policy", "")), parsed.get("source", {})
         )
+        if isinstance(parsed.get("plan"), dict):
+            record.plan = parsed["plan"]
         record.layers.update(layers)
     return record
 

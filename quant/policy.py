@@ -19,6 +19,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 # Prefixes under which a diffusion model's own keys may sit in a file.
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.", "net.")
 DEFAULT_MIN_WEIGHTS = 1_000_000
+OTHER_COMPONENT = "another component of the file"
+# Of ConvRot, for widths that 256 does not divide; comfy-kitchen has fast kernels for both.
+NARROW_GROUP = 64
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,12 @@ _SENSITIVE = (
     (r"lm_head|(^|[._])head($|[._])", "an output head"),
 )
 
+# CLIP's towers, as Hugging Face and OpenCLIP name them. ComfyUI 0.33 looks for quantized layers in T5 and in language
+# models, not in these.
+_CLIP = r"(^|\.)(text|vision)_model\.encoder\.layers\.\d+\.|(^|\.)transformer\.resblocks\.\d+\."
+# Tables that rows are looked up in, as text encoders call them.
+_LOOKED_UP = r"(^|[._])(embed_tokens|word_embeddings|(token|position)_embedding|shared)$"
+
 
 def _sensitive(layer: str) -> str | None:
     return next((why for pattern, why in _SENSITIVE if re.search(pattern, layer, re.IGNORECASE)), None)
@@ -199,9 +208,11 @@ def _decide_one(base: Decision, policy: Policy, stacks: Mapping[str, list[int]],
     if excluded is not None:
         return base.kept(f"excluded by {excluded!r}")
     if component and not layer.startswith(component):
-        return base.kept("another component of the file")
+        return base.kept(OTHER_COMPONENT)
+    if re.search(_CLIP, layer):
+        return base.kept("ComfyUI reads no quantized CLIP: it would take the codes for weights")
     kind = "bank" if len(shape) == 3 else "linear"
-    if _first_match(card.embeddings, layer) or re.search(r"(^|[._])(embed_tokens|word_embeddings|shared)$", layer):
+    if _first_match(card.embeddings, layer) or re.search(_LOOKED_UP, layer):
         kind = "embedding"
     base = replace(base, kind=kind)
     rule = next((rule for rule in policy.rules if matches(rule.match, layer)), None)
@@ -230,12 +241,16 @@ def _decide_one(base: Decision, policy: Policy, stacks: Mapping[str, list[int]],
 
 
 def _alternative(layer: str, shape: tuple[int, ...], kind: str, recipe: Recipe, card: CardPolicy) -> Recipe | None:
-    """What the card has for a layer that can't be stored as asked, as far as that fits."""
+    """What the card has for a layer that can't be stored as asked, as far as that fits; else a narrower rotation."""
     for pattern, asked, instead in card.alternatives:
         if asked == recipe.format and matches(pattern, layer):
             found = replace(parse_recipe(instead), full_precision=recipe.full_precision)
             if FORMATS[found.format].problem(shape, found, kind) is None:
                 return found
+    if (recipe.convrot_groupsize or 0) > NARROW_GROUP:
+        narrower = replace(recipe, convrot_groupsize=NARROW_GROUP)
+        if FORMATS[recipe.format].problem(shape, narrower, kind) is None:
+            return narrower
     return None
 
 
@@ -284,6 +299,7 @@ def _refuse_unused(policy: Policy, layers: list[str]) -> None:
 # ---- a policy from a file -----------------------------------------------------------------------------------------
 
 _KEYS = {"format", "layers", "keep_edges", "min_weights", "max_error", "include", "exclude"}
+_KEYS |= {"target_size", "min_sqnr", "formats"}
 
 
 @dataclass(frozen=True)
@@ -298,20 +314,25 @@ class PolicyFile:
     min_weights: int | None = None
     max_error: float | None = None
     name: str = field(default="generic")
+    target_size: str | int | None = None
+    min_sqnr: str | float | None = None
+    formats: tuple[str, ...] = ()
 
 
 def read_policy(policy: str | os.PathLike | Mapping[str, Any] | None) -> PolicyFile:
-    """A policy from a TOML file, or the same content as a dict.
+    """A policy from a TOML file, the same content as a dict, or the plan in the header of a file that was quantized
+    within a budget.
 
-    ``[[layers]]`` tables hold ``match`` (a glob) and ``format`` (a recipe, or "keep"); the first that matches a layer
-    decides. At the top: format, include, exclude, keep_edges, min_weights, max_error. Raises ValueError.
+    ``[[layers]]`` tables hold ``match`` (a glob, or a list of them) and ``format`` (a recipe, or "keep"); the first
+    that matches a layer decides. At the top: format, include, exclude, keep_edges, min_weights, max_error, and for
+    budgets target_size, min_sqnr, formats. Raises ValueError.
     """
     if policy is None:
         return PolicyFile()
     name = "given"
     if not isinstance(policy, Mapping):
         name = os.path.basename(os.fspath(policy))
-        policy = _load_toml(policy)
+        policy = _plan_in(policy) if name.endswith(".safetensors") else _load_toml(policy)
     unknown = set(policy) - _KEYS
     if unknown:
         raise ValueError(f"policy {name}: unknown key {sorted(unknown)[0]!r}; known: {', '.join(sorted(_KEYS))}")
@@ -320,7 +341,8 @@ def read_policy(policy: str | os.PathLike | Mapping[str, Any] | None) -> PolicyF
         if not isinstance(entry, Mapping) or set(entry) != {"match", "format"}:
             raise ValueError(f"policy {name}: every [[layers]] table needs match and format, found {entry!r}")
         recipe = None if entry["format"] == "keep" else parse_recipe(entry["format"])
-        rules.append(Rule(entry["match"], recipe))
+        patterns = [entry["match"]] if isinstance(entry["match"], str) else entry["match"]
+        rules.extend(Rule(pattern, recipe) for pattern in patterns)
     return PolicyFile(
         policy.get("format"),
         tuple(rules),
@@ -330,14 +352,39 @@ def read_policy(policy: str | os.PathLike | Mapping[str, Any] | None) -> PolicyF
         policy.get("min_weights"),
         policy.get("max_error"),
         name,
+        policy.get("target_size"),
+        policy.get("min_sqnr"),
+        tuple(policy.get("formats", ())),
     )
 
 
-def _load_toml(path: str | os.PathLike) -> dict[str, Any]:
+def _plan_in(path: str | os.PathLike) -> dict[str, Any]:
+    from ..files import open_source
+    from .markers import read_record
+
+    with open_source(path) as source:
+        record = read_record(source)
+    plan = record.plan.get("policy") if record is not None else None
+    if not isinstance(plan, dict):
+        raise ValueError(f"{os.fspath(path)} has no plan in its header: nativedit did not quantize it within a budget")
+    return plan
+
+
+def _toml_reader(path: str | os.PathLike) -> Any:
     try:
         import tomllib
-    except ImportError:
-        raise ValueError(f"policy {os.fspath(path)}: reading TOML needs Python 3.11 or newer") from None
+    except ImportError:  # Python 3.10
+        try:
+            import tomli as tomllib
+        except ImportError:
+            raise ValueError(
+                f"policy {os.fspath(path)}: this Python reads no TOML. Install tomli (pip install tomli), or use 3.11"
+            ) from None
+    return tomllib
+
+
+def _load_toml(path: str | os.PathLike) -> dict[str, Any]:
+    tomllib = _toml_reader(path)
     with open(path, "rb") as file:
         try:
             return tomllib.load(file)

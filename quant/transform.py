@@ -18,13 +18,17 @@ import torch
 from ..files import SafetensorsWriter, Source
 from ..files.dtypes import FLOAT_NAMES, name_of, parse_dtype
 from ..files.memory import MemoryWriter
+from ..files.writer import encode_header
+from .budget import Budget
+from .budgeted import decide_within, plan_as_policy, summary_format
 from .canonical import entry_bytes
-from .convert import assemble, decide_layers, policy_of
+from .convert import assemble, budget_of, decide_layers, keep_detected, policy_of, rounded
 from .dequantize import add_dequantized
 from .errors import QuantError
 from .formats import FORMATS, Recipe
 from .kitchen import layout_of
 from .layer import Layer
+from .limits import Limits
 from .markers import RECORD_KEY, Record, checksum
 from .output import Assembly
 from .policy import PREFIXES, CardPolicy, Decision, Policy, matches
@@ -32,7 +36,7 @@ from .reader import QuantizedFile, read_quantized, settle_conflicts
 from .report import QuantizationReport
 from .stream import Meter, Progress, Writing, run_tasks
 
-__all__ = ["Plan", "plan_quantization", "plan_storage"]
+__all__ = ["Plan", "Wish", "plan_quantization", "plan_storage"]
 
 
 @dataclass
@@ -53,6 +57,11 @@ class Plan:
         found = {name: (dtype, shape) for name, dtype, shape in self.assembly.entries}
         stored = {name: (info.dtype, info.shape) for name, info in self.source.tensors.items()}
         return len(self.records) == len(self.kept) and found == stored
+
+    @property
+    def file_size(self) -> int:
+        """Bytes of the result as a file with no more in its header than the record."""
+        return len(encode_header(self.assembly.entries, self.header({}))[0]) + entry_bytes(self.assembly)
 
     def tensors(self, progress: Progress | None = None) -> dict[str, torch.Tensor]:
         """The result in memory. Besides it, some pieces of the source are held: a few hundred MB at most."""
@@ -117,18 +126,32 @@ def plan_quantization(
     requantize: Mapping[str, Recipe] | None = None,
     device: str | torch.device | None = None,
     detect: Any = None,
+    budget: Wish | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
-    """Quantize what the policy chooses; options as of `convert.quantize`.
+    """Quantize what the policy chooses; options as of `convert.quantize`. With a ``budget`` every layer is measured at
+    once (``progress``), without one nothing is read yet.
 
     Layers that are quantized in the same way already stay as they are, to the bit. ``requantize`` layer -> recipe, for
     float weights that come from a quantized layer and become one again where the policy has no other wish. Raises
     QuantError when a layer is quantized in another way, ValueError for an unknown format or a pattern without a match.
     """
     found = _settled(source)
+    layers = {layer.keys["weight"]: layer for layer in found.layers.values() if layer.dialect != "cast"}
+    wish = budget or Wish()
+    within = budget_of(wish.target_size, wish.min_sqnr, (), format, policy, wish.limits, False)
+    if within is not None:
+        if layers or requantize:
+            name = next(iter(requantize or ())) if requantize else next(iter(layers.values())).name
+            raise QuantError(
+                source.path,
+                f"is quantized already (layer {name!r}); a budget chooses the format of every layer. Start from "
+                "the unquantized model",
+            )
+        return _plan_within(source, found, within, wish, policy, card_policy, tuple(exclude), device, detect, progress)
     wanted = policy_of(format, policy, card_policy, (), tuple(exclude), 0, False)
     for recipe in [wanted.recipe, *(rule.recipe for rule in wanted.rules if rule.recipe)]:
         layout_of(recipe.format)
-    layers = {layer.keys["weight"]: layer for layer in found.layers.values() if layer.dialect != "cast"}
     _refuse_other_formats(source, layers, wanted)
     decisions = decide_layers(source, found, layers, wanted, detect)
     decisions = [
@@ -143,6 +166,47 @@ def plan_quantization(
         for decision in decisions
     ]
     return _plan(source, found, layers, decisions, str(wanted.recipe), wanted.name, device)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked of a budget: see `convert.quantize`. Both None: none, unless the policy file has one."""
+
+    target_size: str | int | None = None
+    min_sqnr: str | float | None = None
+    limits: Limits | None = None
+
+
+def _plan_within(source, found, budget: Budget, wish, policy, card, exclude, device, detect, progress) -> Plan:
+    for recipe in budget.recipes:
+        layout_of(recipe.format)
+    wanted = policy_of(None, policy, card, (), exclude, 0, False, budget)
+    note = {"budget": budget.note()}
+
+    def made(decisions: list[Decision], sqnr: float | None = 100.0) -> Plan:
+        plan = _plan(source, found, {}, decisions, summary_format(decisions), wanted.name, device)
+        plan.record.plan = {**note, "sqnr": rounded(sqnr), "policy": plan_as_policy(decisions)}
+        return plan
+
+    def size_of(decisions: list[Decision]) -> int:
+        return made(decisions).file_size
+
+    allocation, _ = decide_within(
+        source,
+        wanted,
+        budget,
+        decide=lambda policy: decide_layers(source, found, {}, policy, None),
+        settle=lambda decisions: keep_detected(source, found, {}, decisions, wanted, detect),
+        size_of=size_of,
+        layers={},
+        device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        progress=progress,
+    )
+    plan = made(allocation.decisions, allocation.sqnr)
+    report = plan.report
+    report.measured, report.budget, report.plan = allocation, budget.note(), plan_as_policy(allocation.decisions)
+    report.file_size = plan.file_size
+    return plan
 
 
 def plan_storage(

@@ -45,9 +45,16 @@ EXPECTED = {
 def test_unknown_models_have_the_linears_of_their_blocks_quantized_and_nothing_else(shared, name):
     found = decisions(layout(shared, name))
     quantized = [decision for decision in found.values() if decision.recipe is not None]
-    unfit = [decision for decision in found.values() if "can't be divided" in decision.why]
-    assert len(quantized) + len(unfit) == EXPECTED[name]
+    assert len(quantized) == EXPECTED[name]
     assert all(decision.why for decision in found.values())
+
+
+def test_a_width_that_256_does_not_divide_is_rotated_over_64_columns():
+    shapes = {f"blocks.{i}.{name}.weight": (2240, 2240) for i in range(2) for name in "ab"}
+    for name in ("int8_convrot", "convrot_w4a4", "asym_w4a8_int8"):
+        found = decisions(shapes, Policy(parse_recipe(name)))["blocks.0.a"]
+        assert found.recipe.convrot_groupsize == 64
+        assert "because 2240 input features can't be divided by the rotation's group 256" in found.why
 
 
 def test_blocks_are_found_by_structure_not_by_name():
