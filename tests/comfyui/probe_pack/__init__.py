@@ -1,7 +1,16 @@
 """A custom node pack for tests only: what other packs do to a model, and what became of it. Imports nothing of ours."""
 
+import functools
+
 import comfy.patcher_extension
+import comfy.text_encoders.llama
 import torch
+
+# One of ComfyUI's own text encoders in a size that a test can write and read: two layers, the first words.
+if hasattr(comfy.text_encoders.llama, "Qwen3_06BConfig"):
+    comfy.text_encoders.llama.Qwen3_06BConfig = functools.partial(
+        comfy.text_encoders.llama.Qwen3_06BConfig, num_hidden_layers=2, vocab_size=1024
+    )
 
 COUNTS = {}
 
@@ -100,7 +109,27 @@ class ProbeConditioning:
 
     def report(self, conditioning):
         states, extra = conditioning[0]
-        return {"ui": {"states": states.tolist(), "mask": extra["attention_mask"].tolist()}}
+        mask = extra.get("attention_mask")
+        return {"ui": {"states": states.tolist(), "mask": [] if mask is None else mask.tolist()}}
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (ProbePatchModel, ProbeCounts, ProbeSigmas, ProbeConditioning)}
+class ProbeNoiseAsText:
+    """A conditioning of the widths that a model of ComfyUI's own takes, without its text encoders."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"width": ("INT", {"default": 32}), "pooled_width": ("INT", {"default": 32})}}
+
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self, width, pooled_width):
+        generator = torch.Generator().manual_seed(width)
+        pooled = torch.randn(1, pooled_width, generator=generator)
+        return ([[torch.randn(1, 5, width, generator=generator), {"pooled_output": pooled}]],)
+
+
+NODE_CLASS_MAPPINGS = {
+    cls.__name__: cls for cls in (ProbePatchModel, ProbeCounts, ProbeSigmas, ProbeConditioning, ProbeNoiseAsText)
+}
