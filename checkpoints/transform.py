@@ -13,17 +13,15 @@ from ..files.errors import FileError
 from ..files.memory import Lazy, MemoryWriter, TensorSource
 from ..files.source import Source
 from ..quant.formats import Recipe, is_format
-from ..quant.stream import Meter, Writing, run_tasks
-from ..quant.transform import Plan, plan_quantization, plan_storage
+from ..quant.stream import Meter, Progress, Writing, run_tasks
+from ..quant.transform import Plan, Wish, plan_quantization, plan_storage
 from ..supported_models import Match, Shapes, find_architecture
 from . import diffusion
 from .moves import Move
 from .opened import Checkpoint, checkpoint_of
-from .quantize import GENERIC, identity
+from .quantize import CARD, GENERIC, identity
 
-__all__ = ["CARD", "GENERIC", "comfy_layout", "plan"]
-
-CARD = "card"
+__all__ = ["CARD", "GENERIC", "Wish", "comfy_layout", "plan"]
 
 
 def plan(
@@ -35,16 +33,22 @@ def plan(
     requantize: Mapping[str, Recipe] | None = None,
     device: str | torch.device | None = None,
     detect: Callable[[Shapes], Any] = identity,
+    budget: Wish | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """precision: None = as stored, a float type, or a quantization format. policy: "card", "generic", or a TOML file.
+
+    budget: every layer gets the format that serves it best, precision or (None) any; ``progress`` of measuring.
 
     The result of quantizing is detected as the same model: ``detect`` (logical shapes -> anything comparable) says so.
     Raises FileError, QuantError, ValueError.
     """
-    if precision is None:
+    if precision is None and (budget is None or not budget.given):
         return plan_storage(source, requantize=requantize, device=device)
     card = _card(source)
-    if not is_format(precision):
+    if precision is not None and not is_format(precision):
+        if budget is not None and budget.given:
+            raise ValueError(f"a budget chooses between quantization formats; {precision} is none. Choose as stored")
         return plan_storage(source, dtype=precision, keep_float32=card.keep_float32 if card else ())
     return plan_quantization(
         source,
@@ -55,6 +59,8 @@ def plan(
         requantize=requantize,
         device=device,
         detect=detect,
+        budget=budget,
+        progress=progress,
     )
 
 

@@ -132,7 +132,7 @@ def test_the_demo_runs_from_a_fresh_start(nativedit):
     ("arguments", "expected"),
     [
         (["run", "gone.json"], "gone.json: no such workflow file"),
-        (["inspect", "gone.safetensors"], "gone.safetensors"),
+        (["inspect", "gone.safetensors"], "gone.safetensors: no such file or folder"),
         (["run", "workflow.json", "--set", "steps"], "--set steps: NODE.INPUT=VALUE was expected"),
         (["run", "workflow.json", "--models-dir", "nowhere"], "nowhere: no such models folder"),
         (["run", "workflow.json", "--server", "ftp://x"], "not the address of a server"),
