@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,7 +33,10 @@ from ..supported_models import Match, Shapes, find_architecture
 from . import detection
 from .hooks import MARK, comfyui_version, loading
 from .progress import node_progress
+from .quantized import undo_unheld, unheld_layers
 from .weights import SAVED_PREFIX, diffusion_weights
+
+log = logging.getLogger(__name__)
 
 POLICY_FOLDER = "quantization_policies"
 # Tensors beside the model's own in an all-in-one file that say how it is sampled ("v_pred", "ztsnr").
@@ -129,6 +133,8 @@ def load_quantized(
         model = _model_part(checkpoint, match, kind)
         plan = transform.plan(model, precision, policy=policy, device=compute_device(), detect=DetectedAs())
         tensors = plan.tensors(node_progress())
+        if precision is None:
+            undo_unheld(tensors, source, checkpoint.quantized.layers)
         if whole:
             tensors.update(_notes(source))
         metadata = {key: value for key, value in model.metadata.items() if key not in (HEADER_KEY, RECORD_KEY)}
@@ -146,7 +152,7 @@ def is_odd(checkpoint: Checkpoint) -> bool:
         for key, info in checkpoint.source.tensors.items()
     )
     settled = (bool(layer.notes) or layer.dialect == "scales" for layer in found.layers.values())
-    return bool(found.problems or found.conflicts) or any(settled) or any(stray)
+    return bool(found.problems or found.conflicts or unheld_layers(found.layers)) or any(settled) or any(stray)
 
 
 def _refuse_quantized(checkpoint: Checkpoint, precision: str) -> None:
@@ -214,6 +220,8 @@ def quantize_model(patcher: Any, precision: str, policy: str, keep: Iterable[str
             detect=DetectedAs(),
         )
         tensors = plan.tensors(node_progress())
+    if misfits := weights.baking.summary():
+        log.warning("NativeDiT: quantized with what fits: %s", misfits)
     new = hand_over(title, tensors, {})
     _refuse_another_model(title, patcher, new)
     return _with_model(patcher, new, (precision, policy, keep))

@@ -10,8 +10,14 @@ import torch
 
 from ..checkpoints.fill import check_keys, fit
 from ..files.errors import FileError
+from ..files.memory import MemoryWriter
+from ..files.source import Source
+from ..quant.dequantize import add_dequantized
 from ..quant.formats import FORMATS, round_up
+from ..quant.layer import Layer
 from ..quant.markers import MARKER, parse_marker
+from ..quant.output import Assembly
+from ..quant.stream import Meter, Writing, run_tasks
 from ..supported_models import Shapes
 from .hooks import comfyui_version
 
@@ -64,6 +70,34 @@ def report_unknown_format(state_dict: Mapping[str, torch.Tensor], prefix: str) -
     problem = unknown_format(state_dict, prefix)
     if problem is not None:
         log.warning("NativeDiT: %s", problem)
+
+
+def unheld_layers(layers: Mapping[str, Layer]) -> list[Layer]:
+    """Those with a factor of the layer's input, which ComfyUI before 0.30 leaves out without a word."""
+    if "pre_quant_scale" in comfy.quant_ops.QUANT_ALGOS.get("nvfp4", {}).get("parameters", ()):
+        return []
+    return [layer for layer in layers.values() if "pre_quant_scale" in layer.keys]
+
+
+def undo_unheld(tensors: dict[str, torch.Tensor], source: Source, layers: Mapping[str, Layer]) -> None:
+    """Such layers of a state dict made from ``source`` become bfloat16, with the factor in the weight."""
+    undone = unheld_layers(layers)
+    for layer in undone:
+        assembly = Assembly(source)
+        add_dequantized(assembly, source, layer, torch.bfloat16)
+        memory = MemoryWriter(assembly.entries)
+        with Writing(memory) as writing:
+            run_tasks(assembly.tasks(writing), Meter(0, None))
+        for suffix in (*layer.keys, MARKER):
+            if suffix != "bias":
+                tensors.pop(f"{layer.name}.{suffix}", None)
+        tensors.update(memory.tensors)
+    if undone:
+        log.info(
+            "NativeDiT: %d layers are loaded as bfloat16: ComfyUI %s does not apply their pre_quant_scale",
+            len(undone),
+            comfyui_version(),
+        )
 
 
 def check_weights(

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import comfy.cli_args
@@ -23,7 +24,7 @@ from ..supported_models import find_architecture
 from .clip import TextEncoderModel
 from .progress import node_progress
 from .quantize import DetectedAs, compute_device, policy_of
-from .weights import diffusion_weights, header_of, not_in_weights, patched_entries
+from .weights import Baking, diffusion_weights, header_of, not_in_weights, patched_entries
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +64,13 @@ def save_diffusion_model(patcher: Any, prefix: str, precision: str, policy: str,
         match = find_architecture(weights.source.shapes())
         architecture = match.architecture.name if match else type(patcher.model).__name__
         plan.write(path, metadata(weights.source.metadata, path, architecture, graph), node_progress())
-    return Saved(path, _summary(path, plan), shown)
+    return Saved(path, "\n".join(filter(None, (_summary(path, plan), _reported(weights.baking)))), shown)
 
 
 def save_text_encoder(clip: Any, prefix: str, precision: str, policy: str, graph: Graph) -> list[Saved]:
     """A CLIP with its patches baked and its tokenizer, one file per encoder inside it."""
-    entries, requantize = patched_entries(clip.patcher)
+    baking = Baking()
+    entries, requantize = patched_entries(clip.patcher, baking=baking)
     tokenizer = dict(clip.tokenizer.state_dict())
     saved = []
     parts = _encoders(clip, entries)
@@ -90,7 +92,8 @@ def save_text_encoder(clip: Any, prefix: str, precision: str, policy: str, graph
         kept = source.metadata if len(parts) == 1 else {}
         plan.write(path, metadata(kept, path, name, graph), node_progress())
         saved.append(Saved(path, _summary(path, plan), shown))
-    return saved
+    misfits = _reported(baking)
+    return [replace(one, text=f"{one.text}\n{misfits}") for one in saved] if misfits else saved
 
 
 def save_vae(vae: Any, prefix: str, precision: str, graph: Graph) -> Saved:
@@ -137,6 +140,12 @@ def _renamed_layers(recipes: Mapping[str, Recipe], renamed: Mapping[str, str]) -
         for layer, recipe in recipes.items()
         if f"{layer}.weight" in renamed
     }
+
+
+def _reported(baking: Baking) -> str:
+    if misfits := baking.summary():
+        log.warning("NativeDiT: saved with what fits: %s", misfits)
+    return misfits
 
 
 def _summary(path: str, plan: transform.Plan) -> str:

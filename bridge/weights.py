@@ -5,8 +5,10 @@ The model is only read. A weight that ComfyUI has patched in place for sampling 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,18 +34,58 @@ SAVED_PREFIX = "model.diffusion_model."
 Entries = dict[str, "torch.Tensor | Lazy"]
 
 
+class Baking:
+    """Counts the weights whose patches ComfyUI left out: it logs that and goes on, at run time as here."""
+
+    def __init__(self) -> None:
+        self.weights: set[str] = set()
+        self.misfits: set[str] = set()
+
+    def calculate(self, patcher: Any, value: torch.Tensor, key: str) -> torch.Tensor:
+        with _heard() as messages:
+            value = comfy.lora.calculate_weight(patcher.patches[key], value, key)
+        if any(message.startswith(("ERROR", "WARNING SHAPE MISMATCH")) for message in messages):
+            self.misfits.add(key.removeprefix("diffusion_model."))
+        return value
+
+    def summary(self) -> str:
+        """A sentence on patches that were left out, "" when all fit."""
+        if not self.misfits:
+            return ""
+        found, more = ", ".join(self.misfits[:5]), ", ..." if len(self.misfits) > 5 else ""
+        done = len(self.weights) - len(self.misfits)
+        return (
+            f"{done} of {len(self.weights)} patched weights took their patches; the others' do not fit: {found}{more}"
+        )
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[list[str]]:
+    """What this thread logs meanwhile."""
+    messages: list[str] = []
+    handler, thread = logging.Handler(logging.WARNING), threading.get_ident()
+    handler.emit = lambda record: messages.append(record.getMessage()) if record.thread == thread else None
+    logging.getLogger().addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
 @dataclass
 class Weights:
     """``source`` by the names that files have; ``requantize``: layers whose codes a patch has made invalid, and how
-    they were stored. They are floats in ``source``."""
+    they were stored. They are floats in ``source``. ``baking`` tells, once all was read, which patches did not fit."""
 
     source: TensorSource
     requantize: dict[str, Recipe]
+    baking: Baking
 
 
 def diffusion_weights(patcher: Any, title: str = "the model in the graph") -> Weights:
     """Of a MODEL, in ComfyUI's layout without a prefix (with one where the model has keys beside its own)."""
-    entries, requantize = patched_entries(patcher, "diffusion_model.")
+    baking = Baking()
+    entries, requantize = patched_entries(patcher, "diffusion_model.", baking)
     named, constants = _names_for_saving(patcher, list(entries))
     renamed = {named[key]: value for key, value in entries.items() if key in named}
     layers = {named[f"{layer}.weight"].removesuffix(".weight"): recipe for layer, recipe in requantize.items()}
@@ -55,7 +97,7 @@ def diffusion_weights(patcher: Any, title: str = "the model in the graph") -> We
         if key in named
     }
     source = TensorSource(title, tensors, {**header_of(patcher), **_noted(tensors, shapes)})
-    return Weights(source, {layer.removeprefix(start): recipe for layer, recipe in layers.items()})
+    return Weights(source, {layer.removeprefix(start): recipe for layer, recipe in layers.items()}, baking)
 
 
 def _true_shapes(patcher: Any, prefix: str, entries: Entries) -> dict[str, tuple[int, ...]]:
@@ -78,9 +120,12 @@ def _noted(tensors: Entries, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
     return {RECORD_KEY: Record(layers=layers).encode()} if layers else {}
 
 
-def patched_entries(patcher: Any, prefix: str = "") -> tuple[Entries, dict[str, Recipe]]:
-    """({key below ``prefix``: tensor}, {layer: recipe of the codes that its patches replace})."""
+def patched_entries(patcher: Any, prefix: str = "", baking: Baking | None = None) -> tuple[Entries, dict[str, Recipe]]:
+    """({key below ``prefix``: tensor}, {layer: recipe of the codes that its patches replace}).
+
+    Raises FileError for a weight that is a placeholder."""
     model = patcher.model
+    baking = baking or Baking()
     module = comfy.utils.get_attr(model, prefix.removesuffix(".")) if prefix else model
     entries: Entries = {key: stored_tensor(value) for key, value in module.state_dict().items()}
     markers = {key: value for key, value in entries.items() if key.endswith("." + MARKER)}
@@ -93,7 +138,7 @@ def patched_entries(patcher: Any, prefix: str = "") -> tuple[Entries, dict[str, 
         weight, _, convert = comfy.model_patcher.get_key_weight(model, full)
         weight = weight if backup is None else backup
         if not isinstance(weight, comfy.quant_ops.QuantizedTensor):
-            entries[key] = _lazy(patcher, full, weight, convert) if patched else weight
+            entries[key] = _lazy(patcher, full, weight, convert, baking) if patched else weight
             continue
         stored = {name: stored_tensor(value) for name, value in weight.state_dict(key).items()}
         if not patched:
@@ -104,8 +149,15 @@ def patched_entries(patcher: Any, prefix: str = "") -> tuple[Entries, dict[str, 
         extra = {name: entries.pop(f"{layer}.{name}", None) for name in ("pre_quant_scale", "input_scale")}
         for name in [*stored, f"{layer}.{MARKER}"]:
             entries.pop(name, None)
-        entries[key] = _lazy(patcher, full, weight, convert, extra["pre_quant_scale"])
+        entries[key] = _lazy(patcher, full, weight, convert, baking, extra["pre_quant_scale"])
         requantize[layer] = recipe
+    for key, value in entries.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise FileError(
+                f"the {type(model).__name__} model in the graph",
+                f"{prefix + key!r} is a placeholder without data: it was not loaded yet, or a node took it away; "
+                "sample once with this model, or load it anew",
+            )
     return entries, requantize
 
 
@@ -128,11 +180,13 @@ def _lazy(
     key: str,
     weight: torch.Tensor,
     convert: Callable[..., torch.Tensor] | None,
+    baking: Baking,
     input_factor: torch.Tensor | None = None,
 ) -> Lazy:
     """The weight with its patches, as ComfyUI computes it for sampling. What was quantized is a float32.
 
     input_factor: a factor of the layer's input, folded into the weight because the new codes are made without it."""
+    baking.weights.add(key)
     quantized = isinstance(weight, comfy.quant_ops.QuantizedTensor)
     dtype = torch.float32 if quantized else weight.dtype
 
@@ -144,7 +198,7 @@ def _lazy(
             value = convert(value, inplace=True)
         if isinstance(value, comfy.quant_ops.QuantizedTensor):
             value = value.dequantize()
-        value = comfy.lora.calculate_weight(patcher.patches[key], value, key)
+        value = baking.calculate(patcher, value, key)
         if input_factor is not None:
             value = value * input_factor.to(value)
         seed = _string_to_seed(key)
