@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -43,6 +43,12 @@ def compare(
                 into.append(time.perf_counter() - start)
     one, two = (statistics.median(values) * 1e3 for values in times)
     return Row(case, round(one, 2), round(two, 2), round(two / one, 3), error)
+
+
+def selected(cases: Sequence[tuple]) -> list[tuple]:
+    """The cases, or those whose name (the first entry) holds every word of the command line that is no option."""
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]
+    return [case for case in cases if all(word in case[0] for word in words)]
 
 
 def report(title: str, rows: list[Row]) -> None:
