@@ -163,7 +163,7 @@ class TextEncoderModel(torch.nn.Module):
 
     def _states(self, ids: torch.Tensor) -> torch.Tensor:
         _, states = self.language_model(
-            ids, layers=self._layers(), normed=self.prompt.normed, compute_dtype=torch.float32
+            ids, layers=self._layers(), normed=self.prompt.normed, last=False, compute_dtype=torch.float32
         )
         return torch.cat(states, dim=-1)
 

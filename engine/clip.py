@@ -60,5 +60,7 @@ class Clip:
 
     def _states(self, ids: torch.Tensor) -> torch.Tensor:
         prompt = self.architecture.prompt
-        _, states = self.encoder.model(ids, layers=prompt.layers, normed=prompt.normed, compute_dtype=torch.float32)
+        _, states = self.encoder.model(
+            ids, layers=prompt.layers, normed=prompt.normed, last=False, compute_dtype=torch.float32
+        )
         return torch.cat(states, dim=-1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -153,8 +154,9 @@ class LanguageModel(torch.nn.Module):
         *,
         layers: Sequence[int] | None = None,
         normed: bool = False,
+        last: bool = True,
         compute_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> torch.Tensor | tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Hidden states of a batch of prompts.
 
         input_ids: [B, L] integers, L may be 0. attention_mask: [B, L], true (or 1) where a token counts, padding on
@@ -163,13 +165,15 @@ class LanguageModel(torch.nn.Module):
         Returns the last state [B, L, hidden_size] after the final norm. With `layers`, a pair of it and the list of
         the states asked for, numbered as `hidden_states` in transformers: 0 the embeddings, i the output of layer i,
         the last one after the final norm; negative numbers count from the end. States at masked positions are finite
-        and mean nothing. normed: the states asked for all pass the final norm. Raises IndexError for a layer that does
-        not exist.
+        and mean nothing. normed: the states asked for all pass the final norm. last: False for None in place of the
+        last state; layers beyond the deepest one asked for then don't run. Raises IndexError for a layer that does not
+        exist.
 
         Positions count from 0 at the first column, padding included. For a row padded on the left that shifts all of
         its positions by the same amount, which RoPE's relative distances do not see.
         """
         wanted = [self._layer_index(i) for i in layers or ()]
+        depth = len(self.layers) if last else max(wanted, default=0)
         x = self.embed_tokens(input_ids)
         if compute_dtype is not None:
             x = x.to(compute_dtype)
@@ -182,16 +186,16 @@ class LanguageModel(torch.nn.Module):
             rope = rope_table(self.config, x.shape[1], x.device, x.dtype)
             masks = attention_masks(self.config, x.shape[:2], attention_mask, x.device)
             kinds = self.config.layer_types or ["full_attention"] * len(self.layers)
-            for index, layer in enumerate(self.layers):
+            for index, layer in enumerate(islice(self.layers, depth)):
                 x = layer(x, rope, masks[kinds[index]])
                 if index + 1 in wanted:
                     states[index + 1] = finish(x)
-            if self.norm is not None:
-                x = self.norm(x)
-        states[len(self.layers)] = x
+            if depth == len(self.layers):
+                x = x if self.norm is None else self.norm(x)
+                states[depth] = x
         if layers is None:
             return x
-        return x, [states.get(i, x) for i in wanted]
+        return x if last else None, [states.get(i, x) for i in wanted]
 
     def _layer_index(self, index: int) -> int:
         count = len(self.layers) + 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -140,15 +141,17 @@ class T5Encoder(torch.nn.Module):
         *,
         layers: Sequence[int] | None = None,
         normed: bool = False,
+        last: bool = True,
         compute_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> torch.Tensor | tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Hidden states of a batch of prompts; arguments and result as of LanguageModel.forward.
 
         input_ids: [B, L] integers; attention_mask: [B, L], true where a token is attended to, None for all; layers:
-        which hidden states to return besides the last; normed: after the final norm too.
+        which hidden states to return besides the last; normed: after the final norm too; last: False for those alone.
         """
         c = self.config
         wanted = [self._layer_index(i) for i in layers or ()]
+        depth = c.num_hidden_layers if last else max(wanted, default=0)
         x = self.shared(input_ids)
         if compute_dtype is not None:
             x = x.to(compute_dtype)
@@ -156,15 +159,16 @@ class T5Encoder(torch.nn.Module):
         states = {0: finish(x)} if 0 in wanted else {}
         if x.shape[1] > 0:  # layers of some hosts can't multiply zero rows
             bias = self._bias(x.shape[1], attention_mask, x)
-            for index, block in enumerate(self.encoder.block):
+            for index, block in enumerate(islice(self.encoder.block, depth)):
                 x = block(x, bias)
                 if index + 1 in wanted:
                     states[index + 1] = finish(x)
-            x = self.encoder.final_layer_norm(x)
-        states[c.num_hidden_layers] = x
+            if depth == c.num_hidden_layers:
+                x = self.encoder.final_layer_norm(x)
+                states[depth] = x
         if layers is None:
             return x
-        return x, [states.get(i, x) for i in wanted]
+        return x if last else None, [states.get(i, x) for i in wanted]
 
     def _bias(self, length: int, attention_mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         """[B or 1, heads, L, L] of x's dtype."""

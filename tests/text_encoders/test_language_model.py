@@ -228,6 +228,19 @@ def test_states_are_numbered_as_in_transformers_and_from_the_end():
         model(ids, layers=(5,))
 
 
+@pytest.mark.parametrize("layers", [(-2,), (1, 0), (0,), (-1, 2)])
+def test_layers_beyond_the_deepest_state_asked_for_do_not_run(layers: tuple[int, ...]):
+    model, ids, ran = native(FAMILIES["qwen3"].build()), some_ids(), []
+    _, expected = model(ids, layers=layers)
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: ran.append(1))
+
+    last, states = model(ids, layers=layers, last=False)
+
+    assert last is None and all(torch.equal(a, b) for a, b in zip(states, expected, strict=True))
+    assert len(ran) == max(layer % 5 for layer in layers)
+
+
 def test_an_encoder_cut_off_early_gives_the_state_of_the_whole_model():
     reference, ids = FAMILIES["glm"].build(), some_ids()
     _, config = from_hugging_face(reference.config.to_dict())

@@ -61,6 +61,19 @@ def test_an_inner_state_after_the_final_norm():
 
 
 @torch.inference_mode()
+def test_blocks_beyond_the_deepest_state_asked_for_do_not_run():
+    encoder, ids, ran = ours(reference()), torch.arange(12)[None], []
+    _, expected = encoder(ids, layers=(-3, 1), normed=True)
+    for index, block in enumerate(encoder.encoder.block):
+        block.register_forward_hook(lambda *_, index=index: ran.append(index))
+
+    last, states = encoder(ids, layers=(-3, 1), normed=True, last=False)
+
+    assert last is None and all(torch.equal(a, b) for a, b in zip(states, expected, strict=True))
+    assert ran == [0, 1]
+
+
+@torch.inference_mode()
 def test_masked_tokens_are_not_attended_to():
     model, ids = reference(), torch.arange(20)[None]
     mask = (torch.arange(20) < 13).long()[None]
