@@ -16,7 +16,7 @@ from nativedit.ldm.cogview4.model import CogView4Transformer2DModel
 
 PUBLISHED = {"attention_head_dim": 128, "num_attention_heads": 32, "num_layers": 2}
 SMALL = {"attention_head_dim": 64, "num_attention_heads": 4, "num_layers": 4}
-# name, configuration, height and width of the latent, text tokens, dtype. A CPU takes minutes for larger pictures at the
+# name, configuration, height and width of the latent, text tokens, dtype. Larger pictures take a CPU minutes at the
 # published width.
 F32, BF16 = torch.float32, torch.bfloat16
 CASES = [

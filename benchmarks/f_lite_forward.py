@@ -1,9 +1,9 @@
 """F-Lite forward beside a plain reading of the same maths (the reference can't be installed): same weights and inputs.
 
 Published width, one block; above the table, what computes attention of its head size here. Products of matrices, the
-same in both, are nine tenths of the time at this width. Measured on two cores without bfloat16 units (torch 2.13): 1.19x
-at 128 px, 0.98x at 256 px and 1.07x at 512 px in float32, 1.33x at 128 px in bfloat16; at width 512, where attention
-weighs more, 1.16x at 512 px and 1.66x at 1024 px.
+same in both, are nine tenths of the time at this width. Measured on two cores without bfloat16 units (torch 2.13):
+1.19x at 128 px, 0.98x at 256 px and 1.07x at 512 px in float32, 1.33x at 128 px in bfloat16; at width 512, where
+attention weighs more, 1.16x at 512 px and 1.66x at 1024 px.
 Run: python benchmarks/f_lite_forward.py [--json] [words that the cases' names hold]
 """
 
