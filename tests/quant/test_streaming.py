@@ -59,6 +59,7 @@ def test_row_chunks_give_the_bytes_of_one_go(tmp_path, monkeypatch, recipe):
     weight[700, 3] = 9.0
     save_file({"blocks.0.a.weight": weight, "blocks.0.b.weight": weight.clone()}, tmp_path / "m.safetensors")
     monkeypatch.setattr(stream, "PIECE", 256 * 512 * 2)
+    monkeypatch.setattr(stream, "COPIED", 256 * 512 * 2)
     monkeypatch.setattr("nativedit.quant.quantizer._BATCH_CPU", 128 * 512)
     run(tmp_path / "m.safetensors", tmp_path / "q.safetensors", recipe)
     parsed = parse_recipe(recipe)
@@ -91,6 +92,7 @@ def test_a_large_weight_gets_the_codebook_that_comfy_kitchen_chooses(tmp_path, m
     weight = weight.to(torch.bfloat16)
     save_file({"blocks.0.a.weight": weight, "blocks.0.b.weight": weight.clone()}, tmp_path / "m.safetensors")
     monkeypatch.setattr(stream, "PIECE", 512 * 512 * 2)
+    monkeypatch.setattr(stream, "COPIED", 512 * 512 * 2)
     run(tmp_path / "m.safetensors", tmp_path / "q.safetensors", "asym_w4a8_int8")
     expected = quantize_matrix(weight, parse_recipe("asym_w4a8_int8"))
     written = load_file(tmp_path / "q.safetensors")
