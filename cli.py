@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "archs": ("list the architectures that are known", ".cli:Archs"),
     "inspect": ("say what a model file holds, from its header alone", ".cli:Inspect"),
     "quantize": ("quantize a model file for ComfyUI", ".cli_quantize:Quantize"),
+    "calibrate": ("run a workflow and keep what its model's layers are given", ".engine.calibrate:Calibrate"),
     "dequantize": ("undo the quantization of a file", ".cli_quantize:Dequantize"),
     "repair": ("write a quantized file in the form that ComfyUI loads", ".cli_quantize:Repair"),
     "compare-reports": ("compare what two quantizations of a model decided", ".cli_report:CompareReports"),

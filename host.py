@@ -17,6 +17,8 @@ CARD = "card"
 GENERIC = "generic"
 # In models/: TOML files that say which layers to quantize, and how.
 POLICY_FOLDER = "quantization_policies"
+# Settings of ``Host.sample`` that leave the choice to the model's card.
+PUBLISHED = {"sampler": AUTO, "scheduler": AUTO, "shift": 0.0, "denoise": 1.0}
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,21 @@ class Host(Protocol):
 
     def quantize_model(self, model: Any, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Any:
         """A MODEL with quantized weights, its patches baked; ``model`` stays as it is. keep: globs over layer names."""
+
+    def calibrate_model(
+        self,
+        model: Any,
+        positive: Any,
+        negative: Any,
+        latent: dict[str, Any],
+        *,
+        seed: int,
+        steps: int = 0,
+        cfg: float = -1.0,
+        prefix: str,
+        graph: Graph,
+    ) -> Saved:
+        """Sample as ``sample`` does and write what the model's linear layers were given (``quant.calibration``)."""
 
     def save_diffusion_model(
         self, model: Any, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph

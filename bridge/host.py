@@ -17,10 +17,10 @@ from ..checkpoints.kinds import CHECKPOINT, DIFFUSION_MODEL, TEXT_ENCODER, kind_
 from ..checkpoints.opened import open_checkpoint
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
-from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, Graph, Pictured, Sampled, Saved
+from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, PUBLISHED, Graph, Pictured, Sampled, Saved
 from ..quant.formats import is_format
 from ..quant.reader import canonical_state_dict
-from . import convert, detection, patch_guidance, quantize, reports, sample, save, text_encoders, vae
+from . import calibrate, convert, detection, patch_guidance, quantize, reports, sample, save, text_encoders, vae
 from .auto_files import auto_path, wants_pixels
 from .clip import PromptTokenizer
 from .hooks import loading
@@ -122,6 +122,14 @@ class ComfyUIHost:
 
     def quantize_model(self, model: Any, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Any:
         return quantize.quantize_model(model, precision, quantize.policy_of(policy), keep)
+
+    def calibrate_model(
+        self, model: Any, positive: Any, negative: Any, latent: dict[str, Any], *, prefix: str, **options: Any
+    ) -> Saved:
+        def sampled() -> Sampled:
+            return self.sample(model, positive, negative, latent, **PUBLISHED, **options)
+
+        return calibrate.calibrate(model, sampled, prefix)
 
     def save_diffusion_model(
         self, model: Any, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph

@@ -22,8 +22,9 @@ from ..files.dtypes import FLOAT_NAMES, torch_dtype
 from ..files.errors import FileError
 from ..files.memory import Lazy, TensorSource
 from ..files.source import Source, open_source
-from ..host import AS_STORED, CARD, GENERIC, POLICY_FOLDER, Graph, Pictured, Saved
+from ..host import AS_STORED, CARD, GENERIC, POLICY_FOLDER, PUBLISHED, Graph, Pictured, Saved
 from ..ldm.layers.operations import CastOps
+from ..quant.calibration import Watcher, write_calibration
 from ..quant.markers import HEADER_KEY, MARKER, RECORD_KEY
 from ..quant.ops import ComfyUIOps
 from ..quant.repair import repair
@@ -73,6 +74,24 @@ class ModelFiles:
             quantized_operations=ComfyUIOps,
         )
         return replace(model, module=module)
+
+    def calibrate_model(
+        self,
+        model: Model,
+        positive: Any,
+        negative: Any,
+        latent: dict[str, Any],
+        *,
+        prefix: str,
+        graph: Graph,
+        **options,
+    ) -> Saved:
+        with Watcher().on(model.module) as watcher:
+            settings = self.sample(model, positive, negative, latent, graph=graph, **PUBLISHED, **options).settings
+        calibration = watcher.calibration(model=Path(model.file).name, settings=settings.text)
+        path, shown = self._new_file(prefix, graph.prompt)
+        write_calibration(calibration, path)
+        return Saved(str(path), f"{path.name}: {len(calibration.layers)} layers", shown)
 
     def save_diffusion_model(
         self, model: Model, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph

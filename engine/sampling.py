@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .calibrate import watched
 from .flow import per_item
 from .objects import Condition, Model
 from .samplers import SAMPLERS, Run
@@ -120,6 +121,7 @@ def sample(
             return guider.denoised(x, sigma) * mask + latent * (1.0 - mask)
 
     x = flow.noisy(sigmas[0], noise, latent)
-    x = SAMPLERS[sampler](function, x, sigmas, Run(flow, seed, on_step or (lambda step, denoised: None)))
+    with watched(model.file, model.module):
+        x = SAMPLERS[sampler](function, x, sigmas, Run(flow, seed, on_step or (lambda step, denoised: None)))
     x = flow.without_scale(sigmas[-1], x)
     return model.latent.from_model(x.float()).cpu()

@@ -1,5 +1,6 @@
 """ComfyUI nodes (V3 schema). Each is one call on the Host."""
 
+from .calibrate import NativeDiTCalibrateModel
 from .checkpoint_reports import NativeDiTCompareModels, NativeDiTInspectCheckpoint, NativeDiTRepairCheckpoint
 from .convert import NativeDiTConvertCheckpoint
 from .empty_latent import NativeDiTEmptyLatent
@@ -32,4 +33,5 @@ NODES = [
     NativeDiTSizeConditions,
     NativeDiTAdaptiveProjectedGuidance,
     NativeDiTPatchRenormalizedGuidance,
+    NativeDiTCalibrateModel,
 ]
