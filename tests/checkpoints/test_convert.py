@@ -160,6 +160,21 @@ def test_code_in_a_pickle_is_never_run(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out.safetensors").exists()
 
 
+# ---- what can be worked out ------------------------------------------------------------------------------------------
+
+
+def test_a_repackaged_file_may_lack_a_buffer_that_can_be_worked_out(tmp_path):
+    convert(write_folder(tmp_path / "there", tiny_module("minimax_h3")), tmp_path / "whole.safetensors")
+    whole = load_file(tmp_path / "whole.safetensors")
+    computed = get_architecture("minimax_h3").two_way.computed
+    assert computed and computed.keys() <= whole.keys()
+    save_file({key: value for key, value in whole.items() if key not in computed}, tmp_path / "less.safetensors")
+    convert(tmp_path / "less.safetensors", tmp_path / "again.safetensors")
+    assert same(load_file(tmp_path / "again.safetensors"), whole)
+    convert(tmp_path / "less.safetensors", tmp_path / "back", layout="diffusers")
+    assert same(read_all(tmp_path / "back"), read_all(tmp_path / "there"))
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -41,17 +41,26 @@ def test_a_file_in_comfyuis_layout_loads_into_diffusers_class(row, tmp_path):
     assert same_bytes(tmp_path / "again.safetensors", tmp_path / "model.safetensors") == []
 
 
+SPLIT = {
+    "flux_dev": ("flux", "transformer_blocks.0.attn.to_q"),
+    "z_image": ("z_image", "layers.0.attention.to_k"),
+    "lumina2": ("lumina2", "layers.0.attn.to_v"),
+}
+
+
+@pytest.mark.parametrize("row", list(SPLIT))
 @pytest.mark.parametrize("recipe", ["int8_convrot", "float8_e4m3fn", "nvfp4"])
-def test_a_quantized_file_loads_split_and_is_saved_to_the_bit(recipe, tmp_path):
+def test_a_quantized_file_loads_split_and_is_saved_to_the_bit(recipe, row, tmp_path):
     from nativedit.engine.core_models import load_core_model, save_core_model
 
-    module = tiny_module("flux_dev")
+    card, part = SPLIT[row]
+    module = tiny_module(row)
     convert(write_folder(tmp_path / "there", module, dtype=torch.bfloat16), tmp_path / "model.safetensors")
-    policy = get_architecture("flux").quantization
+    policy = get_architecture(card).quantization
     file = tmp_path / "quantized.safetensors"
     quantize(tmp_path / "model.safetensors", file, format=recipe, card_policy=policy, device="cpu")
     loaded = load_core_model(file)
-    assert type(loaded.transformer_blocks[0].attn.to_q).__module__.startswith("nativedit.quant")
+    assert type(loaded.get_submodule(part)).__module__.startswith("nativedit.quant")
     save_core_model(loaded, tmp_path / "again.safetensors")
     assert same_bytes(tmp_path / "again.safetensors", file) == []
 

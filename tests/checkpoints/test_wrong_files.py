@@ -7,6 +7,7 @@ import torch
 from key_layouts import CARDS, layout
 from safetensors.torch import save_file
 
+from nativedit.checkpoints.autoencoder import load_autoencoder
 from nativedit.checkpoints.convert import convert
 from nativedit.checkpoints.load import load_diffusion_model, load_text_encoder
 from nativedit.files import FileError
@@ -36,6 +37,7 @@ def convert_it(path, tmp_path):
 LOADERS = {
     "diffusion model": lambda path, tmp_path: load_diffusion_model(path),
     "text encoder": lambda path, tmp_path: load_text_encoder(path),
+    "autoencoder": lambda path, tmp_path: load_autoencoder(path),
     "convert": convert_it,
 }
 CASES = [
@@ -48,6 +50,14 @@ CASES = [
     ("text encoder", LORA, "is a LoRA or another adapter, not a text encoder"),
     ("text encoder", VAE, "is an autoencoder (VAE), not a text encoder"),
     ("text encoder", UNKNOWN, "is no kind of model that NativeDiT knows; this loader wants a text encoder"),
+    ("text encoder", ALL_IN_ONE, "is an all-in-one checkpoint, not a text encoder; put it into models/checkpoints"),
+    ("text encoder", TRAINER, "is a diffusion model, not a text encoder; put it into models/diffusion_models"),
+    ("autoencoder", LORA, "is a LoRA or another adapter, not an autoencoder (VAE); put it into models/loras"),
+    ("autoencoder", TEXT, "is a text encoder, not an autoencoder (VAE); put it into models/text_encoders"),
+    ("autoencoder", TRAINER, "is a diffusion model, not an autoencoder (VAE)"),
+    ("autoencoder", ALL_IN_ONE, "is an all-in-one checkpoint, not an autoencoder (VAE)"),
+    ("autoencoder", UNKNOWN, "is no kind of model that NativeDiT knows; this loader wants an autoencoder"),
+    ("autoencoder", VAE, "is an autoencoder of a kind that NativeDiT does not know"),
     ("convert", LORA, "is a LoRA or another adapter; `nativedit lora` converts those"),
     ("convert", UNKNOWN, "is no kind of model that NativeDiT knows"),
     ("convert", TRAINER, "is a diffusion model of an unknown layout"),
