@@ -3,6 +3,7 @@ expert, its plain operations have none."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import comfy.ops
@@ -23,18 +24,40 @@ _FORMATS = {
 
 
 class PlainBank(torch.nn.Module, comfy.ops.CastWeightBiasOp):
-    """A bank [experts, out, in] that ComfyUI casts, patches and offloads like its linear layers."""
+    """A bank [experts, out, in] that ComfyUI casts, patches and offloads like its linear layers.
+
+    Like them it has no weight before loading where ComfyUI's dynamic memory manager runs: Windows would set all of its
+    memory aside, which a mapped file does not need.
+    """
 
     def __init__(self, num_experts, in_features, out_features, bias=False, device=None, dtype=None):
         super().__init__()
         if bias:
             raise ValueError("this bank has no bias; no model here has one")
-        weight = torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype)
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.bias = None
+        if _weights_come_later():
+            self.weight = None
+            self.weight_comfy_model_dtype = dtype
+            self._register_load_state_dict_pre_hook(self._take_weight)
+        else:
+            weight = torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype)
+            self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def _take_weight(self, state_dict, prefix, local_metadata, *_):
+        """A hook, not a loading function of its own, by which the pack tells layers that read quantized entries."""
+        weight = state_dict.get(prefix + "weight")
+        if self.weight is None and weight is not None:
+            if not local_metadata.get("assign_to_params_buffers", False):
+                weight = weight.clone()
+            self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _multiply(self, x)
+
+
+def _weights_come_later() -> bool:
+    memory = sys.modules.get("comfy.memory_management")  # not in every version
+    return bool(getattr(memory, "aimdo_enabled", False))
 
 
 def with_banks(operations: Any) -> Any:

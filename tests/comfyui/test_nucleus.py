@@ -20,6 +20,7 @@ from nativedit.checkpoints.load import load_diffusion_model
 from nativedit.latent_formats import get_latent_format
 from nativedit.ldm.nucleus.model import NucleusMoEImageTransformer2DModel
 from nativedit.ldm.nucleus.sampling import patch_renormalized_guidance
+from nativedit.quant.formats import OFFERED
 from nativedit.quant.ops import ComfyUIOps
 
 pytestmark = pytest.mark.comfyui
@@ -30,7 +31,7 @@ CHECKS = [
     for node in ast.parse(SCRIPT.read_text(encoding="utf-8")).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
 ]
-FORMATS = ("float8_e4m3fn", "int8_convrot", "nvfp4", "mxfp8", "convrot_w4a4")
+FORMATS = OFFERED
 # Head, strategy and capacities as published, so that shapes and card tell all of it.
 TINY = {
     "in_channels": 64,
