@@ -11,10 +11,15 @@ class Convert:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("source", help="a file (safetensors, .pth, .bin, ...), a shard index, a diffusers folder")
-        parser.add_argument("destination", help="a .safetensors file for comfy, a new folder for diffusers")
+        parser.add_argument(
+            "destination", help="a .safetensors file for comfy (a new folder: all parts), a new folder for diffusers"
+        )
         parser.add_argument("--to", choices=("comfy", "diffusers"), default="comfy", help="the layout to write")
         parser.add_argument(
-            "--component", metavar="NAME", help="of a pipeline: transformer (default), text_encoder, vae"
+            "--component",
+            metavar="NAME",
+            help="of a pipeline: transformer (default), text_encoder, vae, ...; all: every part of a pipeline or of an "
+            "all-in-one checkpoint, into a new folder (as when destination is a folder)",
         )
         parser.add_argument("--architecture", metavar="NAME", help="a name from `nativedit archs`; default: recognise")
         parser.add_argument("--tokenizer", metavar="PATH", help="a text encoder's tokenizer, if it is not beside it")

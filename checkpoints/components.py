@@ -32,13 +32,23 @@ _NOISE = {"transformer": "high_noise", "transformer_2": "low_noise"}
 
 def parts_of(folder: Path) -> list[str]:
     """The components of a diffusers pipeline's folder that hold weights; [] for anything else."""
+    return [name for name in _named(folder) if _has_weights(folder / name)]
+
+
+def absent_parts(folder: Path) -> list[str]:
+    """Components that the pipeline's index names and whose weights are not in the folder."""
+    return [name for name in _named(folder) if not _has_weights(folder / name)]
+
+
+def _named(folder: Path) -> list[str]:
     index = folder / "model_index.json"
     if not folder.is_dir() or not index.is_file():
         return []
     with open(index, encoding="utf-8") as file:
         named = json.load(file)
     wanted = ("transformer", "text_encoder", "vae")
-    return [name for name in named if name.startswith(wanted) and _has_weights(folder / name)]
+    # A component that a pipeline does without is [null, null] there.
+    return [name for name, where in named.items() if name.startswith(wanted) and where and where[0] is not None]
 
 
 def _has_weights(folder: Path) -> bool:
@@ -68,6 +78,7 @@ def to_folder(
             report = convert(source / part, file, layout="comfy", progress=progress)
             count += report.tensors
             notes += [f"{file.parent.name}/{file.name}: {report.architecture}", *report.notes]
+    notes += [f"{part}: named in model_index.json, but its weights are not there" for part in absent_parts(source)]
     return ConversionReport(
         os.fspath(source), os.fspath(destination), "checkpoint", "a pipeline", "comfy", count, [], notes
     )

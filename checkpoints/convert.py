@@ -49,8 +49,10 @@ def convert(
     if layout == "comfy" and parts and (every or (component is None and _is_folder(destination))):
         return components.to_folder(path, destination, parts, convert, progress=progress)
     component = None if every else component
-    if component is None and parts and "transformer" not in parts:
-        component = parts[0]
+    rest: list[str] = []
+    if component is None and parts:
+        component = "transformer" if "transformer" in parts else parts[0]
+        rest = [part for part in parts if part != component]
     with open_any(path, component=component or "transformer") as checkpoint:
         kind = kind_of(checkpoint.shapes)
         if kind is CHECKPOINT and layout == "comfy" and (every or _is_folder(destination)):
@@ -70,8 +72,12 @@ def convert(
             diffusion.recognise(checkpoint)
             raise FileError(checkpoint.path, wrong_slot(kind, DIFFUSION_MODEL))
         if layout == "comfy":
-            return _to_comfy(checkpoint, kind, destination, architecture, tokenizer, progress)
-        return _to_diffusers(checkpoint, kind, destination, architecture, progress, shard_bytes)
+            report = _to_comfy(checkpoint, kind, destination, architecture, tokenizer, progress)
+        else:
+            report = _to_diffusers(checkpoint, kind, destination, architecture, progress, shard_bytes)
+    if rest:
+        report.notes.append(f"this is the pipeline's {component} alone; it also has {', '.join(rest)} (component)")
+    return report
 
 
 def _check_component(path: Path, component: str | None, parts: list[str], layout: str) -> None:

@@ -215,6 +215,25 @@ def test_wan_2_2s_pair_keeps_comfyuis_names(tmp_path):
     assert names == ["wan2.2_t2v_high_noise.safetensors", "wan2.2_t2v_low_noise.safetensors"]
 
 
+def test_parts_that_are_not_converted_are_named(tmp_path):
+    folder = pipeline(tmp_path / "p", "transformer_2")
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"text_encoder_2": ["transformers", "X"], "transformer_3": [None, None]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+
+    alone = convert(folder, tmp_path / "one.safetensors")
+    assert alone.notes == [
+        "this is the pipeline's transformer alone; it also has transformer_2, text_encoder, vae (component)"
+    ]
+    everything = convert(folder, tmp_path / "flux1.dev", component="all")
+    assert everything.notes[-1] == "text_encoder_2: named in model_index.json, but its weights are not there"
+    assert sorted(path.name for path in (tmp_path / "flux1.dev").iterdir()) == [
+        "diffusion_models",
+        "text_encoders",
+        "vae",
+    ]
+
+
 def test_a_checkpoint_of_several_parts_splits_and_joins_to_the_bit(tmp_path):
     folder = pipeline(tmp_path / "p")
     convert(folder, tmp_path / "parts")
