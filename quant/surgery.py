@@ -1,4 +1,5 @@
-"""Cuts and joins quantized weights along their output dimension (qkv, gate and up) without touching a code.
+"""Cuts and joins quantized weights along their output dimension (qkv, gate and up) without touching a code, and cuts
+them along their inputs between groups.
 
 Exact: the pieces dequantize to the rows of the whole, bit for bit. Rotations and groups run along the input dimension,
 so rows are independent; what rows share (a scale of the whole tensor, a codebook) is copied, or must agree.
@@ -6,6 +7,7 @@ so rows are independent; what rows share (a scale of the whole tensor, a codeboo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +15,7 @@ import torch
 
 from .formats import FORMATS, Recipe, round_up
 
-__all__ = ["QuantizedWeight", "fuse", "split"]
+__all__ = ["QuantizedWeight", "fuse", "split", "split_inputs"]
 
 _BLOCKS = {"nvfp4": 16, "mxfp8": 32}
 _SHARED = ("weight_scale_2", "weight_codebook", "input_scale", "pre_quant_scale")
@@ -55,6 +57,49 @@ def _rows(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
     if recipe.format == "int8_tensorwise" and recipe.row_scales:
         tensors["weight_scale"] = tensors["weight_scale"].reshape(-1, 1)
     return QuantizedWeight({suffix: tensor.contiguous() for suffix, tensor in tensors.items()}, recipe, shape)
+
+
+def split_inputs(weight: QuantizedWeight, parts: int, layer: str = "") -> list[QuantizedWeight]:
+    """Cut into ``parts`` equal pieces of input features, as devices that share a layer want them: the product is the
+    sum of the pieces' products.
+
+    Groups, blocks and rotations run along the inputs. Raises ValueError, with the name of ``layer``, for a cut that
+    would go through one; such a layer has to be split by its outputs, or quantized after splitting.
+    """
+    columns = weight.shape[1]
+    unit = _input_unit(weight.recipe)
+    if parts < 1 or columns % parts or columns // parts % unit:
+        raise ValueError(
+            f"layer {layer!r}: {columns} input features can't be cut into {parts} parts: {weight.recipe} is stored in "
+            f"groups of {unit}. Split it by its outputs, or quantize the parts"
+        )
+    width = columns // parts
+    return [_columns(weight, start, start + width) for start in range(0, columns, width)]
+
+
+def _input_unit(recipe: Recipe) -> int:
+    """Input features that belong together."""
+    own = {"convrot_w4a4": 64, "asym_w4a8_int8": 16}.get(recipe.format, 1)
+    return math.lcm(own, _BLOCKS.get(recipe.format, 1), recipe.convrot_groupsize or 1, recipe.group_size or 1)
+
+
+def _columns(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWeight:
+    recipe, shape = weight.recipe, (weight.shape[0], stop - start)
+    fmt = FORMATS[recipe.format]
+    tensors: dict[str, torch.Tensor] = {}
+    for suffix, tensor in weight.tensors.items():
+        if suffix == "weight":
+            tensor = tensor[:, start // fmt.packing : stop // fmt.packing]
+        elif suffix == "weight_s_rel":
+            tensor = tensor[:, start // recipe.group_size : stop // recipe.group_size]
+        elif suffix == "pre_quant_scale" and tensor.numel() > 1:
+            tensor = tensor.reshape(-1)[start:stop]
+        elif suffix == "weight_scale" and recipe.format in _BLOCKS:
+            block = _BLOCKS[recipe.format]
+            grid = _grid(tensor, weight.shape, recipe)[:, start // block : stop // block]
+            tensor = _tiled(grid, shape, recipe, tensor.dtype)
+        tensors[suffix] = tensor.contiguous()
+    return QuantizedWeight(tensors, recipe, shape)
 
 
 def fuse(pieces: Sequence[QuantizedWeight]) -> QuantizedWeight:
