@@ -1,8 +1,8 @@
 """What Nucleus-Image's weights need at least, worked out from the shapes of the published model; nothing is run.
 
 Per format: all weights; the largest resident set when blocks are streamed (the largest block, and what is outside of
-the blocks), with the copies in bfloat16 that a product makes of a quantized bank. Activations come on top: 1024 x 1024
-pixels are 4096 tokens, both prompts together need about 1 GB.
+the blocks), with the piece of a quantized bank that its product unpacks to bfloat16 at a time. Activations come on top:
+1024 x 1024 pixels are 4096 tokens, both prompts together need about 1 GB.
 Run: python benchmarks/nucleus_memory.py
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 from nativedit.ldm.nucleus.model import NucleusMoEImageTransformer2DModel
+from nativedit.quant.banks import PIECE
 from nativedit.quant.formats import FORMATS, parse_recipe
 from nativedit.quant.policy import Policy, decide
 from nativedit.supported_models import get_architecture
@@ -29,22 +30,22 @@ GB = 1e9
 
 
 def stored_bytes(name: str) -> tuple[dict[str, int], int]:
-    """({key: bytes}, bytes of the largest bank in bfloat16 if it is unpacked for its product)."""
+    """({key: bytes}, bytes in bfloat16 of the most experts that are unpacked at a time for a product)."""
     state = NucleusMoEImageTransformer2DModel(**PUBLISHED, device="meta").state_dict()
     tensors = {key: ("BF16", tuple(value.shape), 2 * value.numel()) for key, value in state.items()}
     sizes = {key: size for key, (_, _, size) in tensors.items()}
     if name not in ("bfloat16",):
         policy = Policy(parse_recipe(name), card=get_architecture("nucleus_image").quantization)
         sizes |= {decision.key: decision.bytes_after for decision in decide(tensors, policy)}
-    banks = [size for key, (_, _, size) in tensors.items() if sizes[key] != size and ".experts." in key]
-    return sizes, max(banks, default=0)
+    banks = [shape for key, (_, shape, size) in tensors.items() if sizes[key] != size and ".experts." in key]
+    experts = [rows * columns for _, rows, columns in banks]
+    return sizes, max((2 * expert * max(1, PIECE // expert) for expert in experts), default=0)
 
 
 def main() -> None:
     assert set(NAMES[2:]) <= set(FORMATS)
-    print(
-        "| weights | all in memory | least with blocks streamed | outside of blocks | largest block | a bank unpacked |"
-    )
+    names = ("weights", "all in memory", "least with blocks streamed", "outside of blocks", "largest block")
+    print("| " + " | ".join((*names, "experts unpacked at a time")) + " |")
     print("|---|---|---|---|---|---|")
     for name in NAMES:
         sizes, unpacked = stored_bytes(name)
