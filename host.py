@@ -49,6 +49,14 @@ class Pictured:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """A MODEL with quantized weights, and what was decided of every layer."""
+
+    model: Any
+    report: Pictured
+
+
+@dataclass(frozen=True)
 class Sampled:
     """A sampled LATENT, and the settings it was made with, all of them decided."""
 
@@ -76,12 +84,20 @@ class Host(Protocol):
         never raises for one that is gone."""
 
     def load_diffusion_model(
-        self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED, policy: str = CARD
+        self,
+        file: str,
+        *,
+        architecture: str = AUTO,
+        precision: str = AS_STORED,
+        policy: str = CARD,
+        target_size: float = 0.0,
+        min_sqnr: float = 0.0,
     ) -> Any:
         """A MODEL. file: in diffusion_models, or "checkpoints/NAME", or "auto": the best one that is here for the
         architecture; architecture: a card's name or "auto"; precision: "as stored", a dtype's name, or a quantization
         format; policy: which layers are then quantized: "card", "generic" or a file in models/quantization_policies.
-        """
+        target_size (GB), min_sqnr (decibels): a budget, 0 = none; every layer then gets the format that serves it best,
+        precision or (as stored) any that the host holds."""
 
     def load_text_encoder(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
         """A CLIP that encodes prompts the way ``architecture`` was trained with. file: "auto" as for models."""
@@ -137,6 +153,18 @@ class Host(Protocol):
 
     def quantize_model(self, model: Any, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Any:
         """A MODEL with quantized weights, its patches baked; ``model`` stays as it is. keep: globs over layer names."""
+
+    def quantize_with_report(
+        self,
+        model: Any,
+        *,
+        precision: str,
+        policy: str = CARD,
+        keep: Sequence[str] = (),
+        target_size: float = 0.0,
+        min_sqnr: float = 0.0,
+    ) -> Quantized:
+        """The same within a budget (as of ``load_diffusion_model``; precision "auto" = any format), with its report."""
 
     def calibrate_model(
         self,

@@ -17,9 +17,10 @@ from ..checkpoints.kinds import CHECKPOINT, DIFFUSION_MODEL, TEXT_ENCODER, kind_
 from ..checkpoints.opened import open_checkpoint
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
-from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, PUBLISHED, Graph, Pictured, Sampled, Saved
+from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, PUBLISHED, Graph, Pictured, Quantized, Sampled, Saved
 from ..quant.formats import is_format
 from ..quant.reader import canonical_state_dict
+from ..quant.transform import any_format
 from . import calibrate, convert, detection, patch_guidance, quantize, reports, sample, save, text_encoders, vae
 from .auto_files import auto_path, wants_pixels
 from .clip import PromptTokenizer
@@ -52,14 +53,23 @@ class ComfyUIHost:
         return " ".join(_state_of(path) for path in paths)
 
     def load_diffusion_model(
-        self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED, policy: str = CARD
+        self,
+        file: str,
+        *,
+        architecture: str = AUTO,
+        precision: str = AS_STORED,
+        policy: str = CARD,
+        target_size: float = 0.0,
+        min_sqnr: float = 0.0,
     ) -> Any:
         path = auto_path("diffusion_models", architecture) if file == AUTO else diffusion_model_path(file)
         if path is None:
             path = folder_paths.get_full_path_or_raise("diffusion_models", file)
         wanted = None if architecture == AUTO else architecture
-        if is_format(precision):
-            return quantize.load_quantized(path, wanted, precision, quantize.policy_of(policy))
+        budget = quantize.budget_of(target_size, min_sqnr)
+        if is_format(precision) or budget.given:
+            chosen = None if precision == AS_STORED else precision
+            return quantize.load_quantized(path, wanted, chosen, quantize.policy_of(policy), budget)
         model = load_diffusion_model(path, wanted, _dtype(precision))
         model.cached_patcher_init = (load_diffusion_model, (path, wanted, _dtype(precision)))
         return model
@@ -122,6 +132,21 @@ class ComfyUIHost:
 
     def quantize_model(self, model: Any, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Any:
         return quantize.quantize_model(model, precision, quantize.policy_of(policy), keep)
+
+    def quantize_with_report(
+        self,
+        model: Any,
+        *,
+        precision: str,
+        policy: str = CARD,
+        keep: Sequence[str] = (),
+        target_size: float = 0.0,
+        min_sqnr: float = 0.0,
+    ) -> Quantized:
+        budget = quantize.budget_of(target_size, min_sqnr)
+        wanted = any_format(precision, budget)
+        made, report = quantize.quantize_reporting(model, wanted, quantize.policy_of(policy), keep, budget)
+        return Quantized(made, reports.quantization_report(report))
 
     def calibrate_model(
         self, model: Any, positive: Any, negative: Any, latent: dict[str, Any], *, prefix: str, **options: Any
@@ -205,7 +230,7 @@ def load_diffusion_model(
                 raise
         odd, all_in_one = quantize.is_odd(checkpoint), kind_of(checkpoint.shapes) is CHECKPOINT
     if odd and dtype is None:
-        return quantize.load_quantized(path, architecture, None, CARD, disable_dynamic)
+        return quantize.load_quantized(path, architecture, None, CARD, None, disable_dynamic)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     later = {"disable_dynamic": True} if disable_dynamic else {}  # unknown to ComfyUI 0.8, which never asks for it
     with detection.only(architecture):

@@ -27,10 +27,14 @@ from ..checkpoints.opened import Checkpoint, checkpoint_of
 from ..files.errors import FileError
 from ..files.source import Source, open_source
 from ..quant.formats import FORMATS, Recipe, parse_recipe
+from ..quant.limits import Limits
 from ..quant.markers import HEADER_KEY, RECORD_KEY
 from ..quant.policy import read_policy
+from ..quant.report import QuantizationReport
+from ..quant.transform import Wish
 from ..supported_models import Match, Shapes, find_architecture
 from . import detection
+from .config import constructor_arguments, lost_by_shapes
 from .hooks import MARK, comfyui_version, loading
 from .progress import node_progress
 from .quantized import undo_unheld, unheld_layers
@@ -50,9 +54,18 @@ def policy_of(name: str) -> str:
     return folder_paths.get_full_path_or_raise(POLICY_FOLDER, name)
 
 
-def refuse_unheld(what: str, precision: str, policy: str) -> None:
+def budget_of(target_size: float, min_sqnr: float) -> Wish:
+    """The node's budget (GB, decibels, 0 = none) among the formats that ComfyUI holds here and that the device is fast at."""
+    device = comfy.model_management.get_torch_device()
+    kind = device.type if device.type == "mps" else ""
+    if device.type == "cuda" and torch.version.hip is None:
+        kind = "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    return Wish.of(target_size, min_sqnr, Limits(kind, (), frozenset(comfy.quant_ops.QUANT_ALGOS)))
+
+
+def refuse_unheld(what: str, precision: str | None, policy: str) -> None:
     """Raises FileError for a format that this ComfyUI, or the device, can't hold."""
-    recipes: list[Recipe] = [parse_recipe(precision)]
+    recipes: list[Recipe] = [] if precision is None else [parse_recipe(precision)]
     if policy not in (transform.CARD, transform.GENERIC):
         recipes += [rule.recipe for rule in read_policy(policy).rules if rule.recipe is not None]
     for name in dict.fromkeys(recipe.format for recipe in recipes):
@@ -113,13 +126,21 @@ def cores_verdict(shapes: Shapes) -> str:
 
 
 def load_quantized(
-    path: str, architecture: str | None, precision: str | None, policy: str, disable_dynamic: bool = False
+    path: str,
+    architecture: str | None,
+    precision: str | None,
+    policy: str,
+    budget: Wish | None = None,
+    disable_dynamic: bool = False,
 ) -> Any:
-    """A MODEL from a file, its weights quantized on the way (precision None: as stored, but in ComfyUI's dialect).
+    """A MODEL from a file, its weights quantized on the way (precision None: as stored, but in ComfyUI's dialect; with
+    a budget: in any format).
 
     Holds the result and some pieces of the file, never both models. Raises FileError, QuantError, ValueError.
     """
-    if precision is not None:
+    budget = budget or Wish()
+    as_stored = precision is None and not budget.given
+    if not as_stored:
         refuse_unheld(path, precision, policy)
     with open_source(path) as source:
         checkpoint = checkpoint_of(source)
@@ -127,19 +148,21 @@ def load_quantized(
         kind = kind_of(checkpoint.shapes)
         if match is None and kind not in (DIFFUSION_MODEL, CHECKPOINT):
             raise FileError(path, wrong_slot(kind, DIFFUSION_MODEL))
-        if precision is not None:
-            _refuse_quantized(checkpoint, precision)
+        if not as_stored:
+            _refuse_quantized(checkpoint, precision or "what fits the budget")
         whole = kind is CHECKPOINT
         model = _model_part(checkpoint, match, kind)
-        plan = transform.plan(model, precision, policy=policy, device=compute_device(), detect=DetectedAs())
-        tensors = plan.tensors(node_progress())
-        if precision is None:
+        progress = node_progress()
+        options = {"policy": policy, "device": compute_device(), "detect": DetectedAs()}
+        plan = transform.plan(model, precision, budget=budget, progress=progress, **options)
+        tensors = plan.tensors(progress)
+        if as_stored:
             undo_unheld(tensors, source, checkpoint.quantized.layers)
         if whole:
             tensors.update(_notes(source))
         metadata = {key: value for key, value in model.metadata.items() if key not in (HEADER_KEY, RECORD_KEY)}
     patcher = hand_over(path, tensors, metadata, architecture, whole=whole, disable_dynamic=disable_dynamic)
-    patcher.cached_patcher_init = (load_quantized, (path, architecture, precision, policy))
+    patcher.cached_patcher_init = (load_quantized, (path, architecture, precision, policy, budget))
     return patcher
 
 
@@ -199,7 +222,16 @@ def hand_over(
     return patcher
 
 
-def quantize_model(patcher: Any, precision: str, policy: str, keep: Iterable[str] = ()) -> Any:
+def quantize_model(
+    patcher: Any, precision: str | None, policy: str, keep: Iterable[str] = (), budget: Wish | None = None
+) -> Any:
+    """The MODEL of `quantize_reporting`."""
+    return quantize_reporting(patcher, precision, policy, keep, budget)[0]
+
+
+def quantize_reporting(
+    patcher: Any, precision: str | None, policy: str, keep: Iterable[str] = (), budget: Wish | None = None
+) -> tuple[Any, QuantizationReport]:
     """A MODEL like this one with quantized weights: its patches are baked layer by layer, everything else (hooks,
     injected layers, options) goes along.
 
@@ -209,7 +241,7 @@ def quantize_model(patcher: Any, precision: str, policy: str, keep: Iterable[str
     refuse_unheld(title, precision, policy)
     keep = tuple(keep)
     with patcher.use_ejected():
-        weights = diffusion_weights(patcher, title)
+        weights, progress = diffusion_weights(patcher, title), node_progress()
         plan = transform.plan(
             weights.source,
             precision,
@@ -218,25 +250,36 @@ def quantize_model(patcher: Any, precision: str, policy: str, keep: Iterable[str
             requantize=weights.requantize,
             device=compute_device(),
             detect=DetectedAs(),
+            budget=budget,
+            progress=progress,
         )
-        tensors = plan.tensors(node_progress())
+        tensors = plan.tensors(progress)
     if misfits := weights.baking.summary():
         log.warning("NativeDiT: quantized with what fits: %s", misfits)
     new = hand_over(title, tensors, {})
     _refuse_another_model(title, patcher, new)
-    return _with_model(patcher, new, (precision, policy, keep))
+    return _with_model(patcher, new, (precision, policy, keep, budget)), plan.report
 
 
 def _refuse_another_model(title: str, old: Any, new: Any) -> None:
     def known(patcher: Any) -> dict[str, Any]:
         return {key: value for key, value in patcher.model.model_config.unet_config.items() if key != "dtype"}
 
-    if type(new.model) is not type(old.model) or known(new) != known(old):
+    if type(new.model) is not type(old.model) or not _mean_the_same(old.model.model_config, known(old), known(new)):
         raise FileError(
             title,
             f"is recognised as {type(new.model).__name__} with other settings when its weights are loaded again; "
             "ComfyUI can't tell this model by its weights, so it can't be quantized in the graph",
         )
+
+
+def _mean_the_same(model_config: Any, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether ComfyUI's settings are equal; of a model of ours, what they say may be spelled out or be the default."""
+    card = getattr(model_config, "card", None)
+    if old == new or card is None:
+        return old == new
+    old, new = constructor_arguments(card, old), constructor_arguments(card, new)
+    return not lost_by_shapes(card, old, new) and not lost_by_shapes(card, new, old)
 
 
 def _with_model(old: Any, new: Any, settings: tuple[Any, ...]) -> Any:
@@ -260,9 +303,10 @@ def _with_model(old: Any, new: Any, settings: tuple[Any, ...]) -> Any:
 def _quantize_again(
     init: tuple[Any, ...],
     patches: dict[str, list],
-    precision: str,
+    precision: str | None,
     policy: str,
     keep: tuple[str, ...],
+    budget: Wish | None = None,
     disable_dynamic: bool = False,
 ) -> Any:
     """The same MODEL once more, for nodes that want a copy on another device."""
@@ -270,4 +314,4 @@ def _quantize_again(
     patcher = init[0](*init[1], **later)
     patcher = patcher[init[2]] if len(init) > 2 else patcher
     patcher.patches = {key: list(value) for key, value in patches.items()}
-    return quantize_model(patcher, precision, policy, keep)
+    return quantize_model(patcher, precision, policy, keep, budget)

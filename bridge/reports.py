@@ -12,8 +12,11 @@ from ..checkpoints.comparison import compare
 from ..checkpoints.inspection import inspect_layers
 from ..checkpoints.opened import open_checkpoint
 from ..checkpoints.picture import picture_of_comparison, picture_of_file
+from ..checkpoints.quant_report import report_data, report_text
+from ..checkpoints.report_picture import picture_of_report
 from ..host import Pictured, Saved
 from ..quant.repair import repair
+from ..quant.report import QuantizationReport
 from .progress import node_progress
 from .save import new_file
 from .weights import diffusion_weights
@@ -47,6 +50,11 @@ def compare_models(reference: Any, model: Any) -> Pictured:
         first = diffusion_weights(reference, "the reference").source
         found = compare(first, diffusion_weights(model, "the compared model").source, node_progress())
     return Pictured(found.text(), _image(picture_of_comparison(found, rasterise)))
+
+
+def quantization_report(report: QuantizationReport) -> Pictured:
+    """What a quantization decided of every layer, and what it changed."""
+    return Pictured(report_text(report), _image(picture_of_report(report_data(report), rasterise)))
 
 
 def _image(pixels: np.ndarray) -> torch.Tensor:

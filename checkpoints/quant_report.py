@@ -14,7 +14,16 @@ from ..quant.allocation import Choice, Option
 from ..quant.measuring import decibels_of
 from ..quant.report import QuantizationReport
 
-__all__ = ["KEPT", "read_report", "report_data", "report_json", "report_kind", "report_policy", "write_report"]
+__all__ = [
+    "KEPT",
+    "read_report",
+    "report_data",
+    "report_json",
+    "report_kind",
+    "report_policy",
+    "report_text",
+    "write_report",
+]
 
 VERSION = 1
 KEPT = "kept"
@@ -72,6 +81,11 @@ def report_data(report: QuantizationReport) -> dict[str, Any]:
         "layers": layers,
         "plan": report.plan,
     }
+
+
+def report_text(report: QuantizationReport) -> str:
+    """For a text field of a graph."""
+    return "\n".join([str(report), *report.warnings, "", report.table()])
 
 
 def report_json(data: Mapping[str, Any]) -> str:

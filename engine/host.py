@@ -21,6 +21,7 @@ from ..latent_formats import get_latent_format
 from ..ldm.layers.operations import CastOps
 from ..quant.formats import is_format
 from ..quant.ops import ComfyUIOps
+from ..quant.transform import Wish
 from ..supported_models import Architecture, get_architecture, prompt_readers
 from ..text_encoders.families import find_text_encoder
 from . import patch_guidance, settings
@@ -79,7 +80,14 @@ class EngineHost(ConvertedFiles):
         return " ".join(states)
 
     def load_diffusion_model(
-        self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED, policy: str = CARD
+        self,
+        file: str,
+        *,
+        architecture: str = AUTO,
+        precision: str = AS_STORED,
+        policy: str = CARD,
+        target_size: float = 0.0,
+        min_sqnr: float = 0.0,
     ) -> Model:
         file = named(self.folders, "diffusion_models", file, architecture)
         path = self._diffusion_file(file)
@@ -91,13 +99,14 @@ class EngineHost(ConvertedFiles):
         if card.module is None:
             problem = f"is {card.title}, which ComfyUI's core runs and the engine does not; run the workflow there"
             raise FileError(path, f"{problem} with --server URL")
-        quantized = is_format(precision)
+        budget = Wish.of(target_size, min_sqnr)
+        quantized = is_format(precision) or budget.given
         dtype = self._storage(nbytes) if precision == AS_STORED else None if quantized else precision
         with self.progress.bar(nbytes, f"load {Path(file).name}", unit="B") as bar:
             weights: Any = path
             if quantized:
                 with open_checkpoint(path, component="transformer") as checkpoint:
-                    weights = quantized_source(checkpoint, match, precision, self.policy_of(policy), bar)
+                    weights = quantized_source(checkpoint, match, precision, self.policy_of(policy), bar, budget)
             module = load_diffusion_model(
                 weights,
                 architecture=card.name,

@@ -18,18 +18,22 @@ from ..checkpoints.inspection import inspect_layers
 from ..checkpoints.load import load_diffusion_model
 from ..checkpoints.opened import Checkpoint, open_checkpoint
 from ..checkpoints.picture import picture_of_comparison, picture_of_file
+from ..checkpoints.quant_report import report_data, report_text
+from ..checkpoints.report_picture import picture_of_report
 from ..files.dtypes import FLOAT_NAMES, torch_dtype
 from ..files.errors import FileError
 from ..files.memory import Lazy, TensorSource
 from ..files.source import Source, open_source
-from ..host import AS_STORED, CARD, GENERIC, POLICY_FOLDER, PUBLISHED, Graph, Pictured, Saved
+from ..host import AS_STORED, CARD, GENERIC, POLICY_FOLDER, PUBLISHED, Graph, Pictured, Quantized, Saved
 from ..ldm.layers.operations import CastOps
 from ..quant.calibration import Watcher, write_calibration
 from ..quant.markers import HEADER_KEY, MARKER, RECORD_KEY
 from ..quant.ops import ComfyUIOps
 from ..quant.repair import repair
+from ..quant.transform import Wish, any_format
 from ..supported_models import Match
 from .clip import Clip
+from .drawn_text import rasterise
 from .objects import VAE, Model
 from .pictures import NumberedFiles, expand_prefix
 from .progress import Bar
@@ -39,12 +43,16 @@ __all__ = ["ModelFiles", "quantized_source"]
 _OF_THE_FILE = {HEADER_KEY, RECORD_KEY, "prompt", "workflow", "modelspec.date", "modelspec.title"}
 
 
-def quantized_source(checkpoint: Checkpoint, match: Match, precision: str, policy: str, bar: Bar) -> TensorSource:
+def quantized_source(
+    checkpoint: Checkpoint, match: Match, precision: str, policy: str, bar: Bar, budget: Wish
+) -> TensorSource:
     """A file's tensors in memory, quantized on the way. Raises FileError, QuantError, ValueError."""
     source = transform.comfy_layout(checkpoint, match)
     if source is checkpoint.source:
         source = source.only(lambda key: key.startswith(match.prefix))
-    tensors = transform.plan(source, precision, policy=policy).tensors(_to(bar))
+    wanted = None if precision == AS_STORED else precision
+    plan = transform.plan(source, wanted, policy=policy, budget=budget, progress=_to(bar))
+    tensors = plan.tensors(_to(bar))
     made = TensorSource(checkpoint.path, tensors, source.metadata)
     made.config = checkpoint.source.config
     return made
@@ -62,9 +70,29 @@ class ModelFiles:
         return policy if policy in (CARD, GENERIC) else str(self.folders.path(POLICY_FOLDER, policy))
 
     def quantize_model(self, model: Model, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Model:
+        return self.quantize_with_report(model, precision=precision, policy=policy, keep=keep).model
+
+    def quantize_with_report(
+        self,
+        model: Model,
+        *,
+        precision: str,
+        policy: str = CARD,
+        keep: Sequence[str] = (),
+        target_size: float = 0.0,
+        min_sqnr: float = 0.0,
+    ) -> Quantized:
         source = self._weights(model)
+        budget = Wish.of(target_size, min_sqnr)
         with self._bar(source, f"quantize {model.file}") as bar:
-            plan = transform.plan(source, precision, policy=self.policy_of(policy), exclude=keep)
+            plan = transform.plan(
+                source,
+                any_format(precision, budget),
+                policy=self.policy_of(policy),
+                exclude=keep,
+                budget=budget,
+                progress=_to(bar),
+            )
             tensors = plan.tensors(_to(bar))
         module = load_diffusion_model(
             TensorSource(source.path, tensors, source.metadata),
@@ -73,7 +101,9 @@ class ModelFiles:
             operations=CastOps,
             quantized_operations=ComfyUIOps,
         )
-        return replace(model, module=module)
+        data = report_data(plan.report)
+        report = Pictured(report_text(plan.report), _image(picture_of_report(data, rasterise)))
+        return Quantized(replace(model, module=module), report)
 
     def calibrate_model(
         self,
@@ -219,14 +249,3 @@ def _header(path: str) -> dict[str, str]:
 
 def _image(pixels: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(pixels).unsqueeze(0)
-
-
-def rasterise(text: str) -> np.ndarray:
-    """Coverage [height, width] from 0 to 1 of a line of text in Pillow's own font."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    font = ImageFont.load_default()
-    _, _, right, bottom = font.getbbox(text or " ")
-    image = Image.new("L", (max(round(right), 1), max(round(bottom) + 2, 14)))
-    ImageDraw.Draw(image).text((0, 0), text, fill=255, font=font)
-    return np.asarray(image, dtype=np.float32) / 255.0

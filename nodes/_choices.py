@@ -22,6 +22,31 @@ def policy_input(**options: Any) -> Any:
     return io.Combo.Input("policy", options=names, default=CARD, tooltip=POLICY_HELP, **options)
 
 
+def budget_inputs() -> list[Any]:
+    """A size or a quality that decides each layer's format."""
+    return [
+        io.Float.Input(
+            "target_size",
+            default=0.0,
+            min=0.0,
+            max=10_000.0,
+            step=0.1,
+            optional=True,
+            tooltip="Budget in GB: every layer gets the format that gives the best quality in this size. 0 = none.",
+        ),
+        io.Float.Input(
+            "min_sqnr",
+            default=0.0,
+            min=0.0,
+            max=120.0,
+            step=0.5,
+            optional=True,
+            tooltip="Budget in decibels: the smallest model whose signal to noise ratio is at least this (35 is close "
+            "to the original). 0 = none.",
+        ),
+    ]
+
+
 def prefix_input(default: str) -> Any:
     return io.String.Input(
         "filename_prefix",

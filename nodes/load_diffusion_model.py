@@ -5,7 +5,7 @@ import copy
 from ..host import AS_STORED, AUTO, CARD, current_host
 from ..quant.formats import is_format
 from ..supported_models import architectures
-from ._choices import PRECISIONS, policy_input
+from ._choices import PRECISIONS, budget_inputs, policy_input
 from .io import io
 
 
@@ -41,19 +41,29 @@ class NativeDiTLoadDiffusionModel(io.ComfyNode):
                     "int8_convrot on quantize an unquantized file while it is loaded.",
                 ),
                 policy_input(optional=True),
+                *budget_inputs(),
             ],
             outputs=[io.Model.Output(tooltip="The model, for KSampler, LoRA loaders and every other MODEL node.")],
         )
 
     @classmethod
-    def fingerprint_inputs(cls, file=None, architecture=AUTO, precision=AS_STORED, policy=CARD, **_):
-        policy = policy if is_format(precision) else CARD
+    def fingerprint_inputs(
+        cls, file=None, architecture=AUTO, precision=AS_STORED, policy=CARD, target_size=0.0, min_sqnr=0.0, **_
+    ):
+        policy = policy if is_format(precision) or target_size or min_sqnr else CARD
         return current_host().fingerprint("diffusion_models", file or "", policy, architecture)
 
     @classmethod
-    def execute(cls, file, architecture=AUTO, precision=AS_STORED, policy=CARD):
+    def execute(cls, file, architecture=AUTO, precision=AS_STORED, policy=CARD, target_size=0.0, min_sqnr=0.0):
         return io.NodeOutput(
-            current_host().load_diffusion_model(file, architecture=architecture, precision=precision, policy=policy)
+            current_host().load_diffusion_model(
+                file,
+                architecture=architecture,
+                precision=precision,
+                policy=policy,
+                target_size=target_size,
+                min_sqnr=min_sqnr,
+            )
         )
 
 

@@ -2,9 +2,9 @@
 
 import re
 
-from ..host import CARD, current_host
+from ..host import AUTO, CARD, current_host
 from ..quant.formats import OFFERED
-from ._choices import policy_input
+from ._choices import budget_inputs, policy_input
 from .io import io
 
 
@@ -21,9 +21,10 @@ class NativeDiTQuantizeModel(io.ComfyNode):
                 io.Model.Input("model", tooltip="The model to quantize, with its LoRA and merges."),
                 io.Combo.Input(
                     "format",
-                    options=list(OFFERED),
+                    options=[*OFFERED, AUTO],
                     default=OFFERED[0],
-                    tooltip="How weights are stored. int8_convrot keeps most quality at half of bfloat16's size.",
+                    tooltip="How weights are stored. int8_convrot keeps most quality at half of bfloat16's size. auto: "
+                    "a budget below chooses for each layer.",
                 ),
                 policy_input(),
                 io.String.Input(
@@ -32,11 +33,19 @@ class NativeDiTQuantizeModel(io.ComfyNode):
                     multiline=True,
                     tooltip="Layers to leave alone, one pattern per line: blocks.0.*, *.mlp.down. Empty = none.",
                 ),
+                *budget_inputs(),
             ],
-            outputs=[io.Model.Output(tooltip="The quantized model, for samplers, LoRA loaders and save nodes.")],
+            outputs=[
+                io.Model.Output(tooltip="The quantized model, for samplers, LoRA loaders and save nodes."),
+                io.String.Output(tooltip="Every layer with its format, its size and the reason."),
+                io.Image.Output(tooltip="The same as a picture: size by format, and with a budget the error by layer."),
+            ],
         )
 
     @classmethod
-    def execute(cls, model, format, policy=CARD, keep=""):
+    def execute(cls, model, format, policy=CARD, keep="", target_size=0.0, min_sqnr=0.0):
         patterns = [pattern for pattern in re.split(r"[\s,]+", keep) if pattern]
-        return io.NodeOutput(current_host().quantize_model(model, precision=format, policy=policy, keep=patterns))
+        made = current_host().quantize_with_report(
+            model, precision=format, policy=policy, keep=patterns, target_size=target_size, min_sqnr=min_sqnr
+        )
+        return io.NodeOutput(made.model, made.report.text, made.report.image)

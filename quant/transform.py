@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,14 +29,14 @@ from .formats import FORMATS, Recipe
 from .kitchen import layout_of
 from .layer import Layer
 from .limits import Limits
-from .markers import RECORD_KEY, Record, checksum
+from .markers import HEADER_KEY, RECORD_KEY, Record, checksum
 from .output import Assembly
 from .policy import PREFIXES, CardPolicy, Decision, Policy, matches
 from .reader import QuantizedFile, read_quantized, settle_conflicts
 from .report import QuantizationReport
 from .stream import Meter, Progress, Writing, run_tasks
 
-__all__ = ["Plan", "Wish", "plan_quantization", "plan_storage"]
+__all__ = ["Plan", "Wish", "any_format", "plan_quantization", "plan_storage"]
 
 
 @dataclass
@@ -60,8 +60,11 @@ class Plan:
 
     @property
     def file_size(self) -> int:
-        """Bytes of the result as a file with no more in its header than the record."""
-        return len(encode_header(self.assembly.entries, self.header({}))[0]) + entry_bytes(self.assembly)
+        """Bytes of the result as a file of its own, with the source's header and the record, as `convert` writes it."""
+        identity = {"header_sha256": "0" * 64, **self.record.source}
+        metadata = {key: value for key, value in self.source.metadata.items() if key not in (HEADER_KEY, RECORD_KEY)}
+        metadata[RECORD_KEY] = replace(self.record, source=identity).encode()
+        return len(encode_header(self.assembly.entries, metadata)[0]) + entry_bytes(self.assembly)
 
     def tensors(self, progress: Progress | None = None) -> dict[str, torch.Tensor]:
         """The result in memory. Besides it, some pieces of the source are held: a few hundred MB at most."""
@@ -175,6 +178,26 @@ class Wish:
     target_size: str | int | None = None
     min_sqnr: str | float | None = None
     limits: Limits | None = None
+
+    @property
+    def given(self) -> bool:
+        return self.target_size is not None or self.min_sqnr is not None
+
+    @classmethod
+    def of(cls, gigabytes: float, decibels: float, limits: Limits | None = None) -> Wish:
+        """As nodes ask: 0 = none."""
+        return cls(round(gigabytes * 1e9) if gigabytes > 0 else None, decibels if decibels > 0 else None, limits)
+
+
+def any_format(precision: str, wish: Wish) -> str | None:
+    """The nodes' "auto": None, any format that a budget finds best. Raises ValueError without a budget."""
+    if precision != "auto":
+        return precision
+    if not wish.given:
+        raise ValueError(
+            "the format auto needs a budget that decides: give target_size or min_sqnr, or choose a format"
+        )
+    return None
 
 
 def _plan_within(source, found, budget: Budget, wish, policy, card, exclude, device, detect, progress) -> Plan:

@@ -53,6 +53,34 @@ def test_loading_quantized_saving_and_core_loading_is_one_latent(server: Server,
     assert sum(key.endswith(".comfy_quant") for key in files.tensors(file)) > 3
 
 
+def test_a_budget_mixes_formats_on_load_and_in_the_graph(server: Server, latent: Callable):
+    """Formats of this ComfyUI; core loads the saved mixture to the same latent, and the graph shows the report."""
+    size = (server.models("diffusion_models") / MODEL).stat().st_size / 1e9
+    made = graph()
+    made["model"]["inputs"] |= {"target_size": 0.8 * size, "min_sqnr": 0.0}
+    file = save(server, made)
+    markers = {bytes(value.tolist()) for key, value in files.tensors(file).items() if key.endswith(".comfy_quant")}
+    assert len(markers) > 1
+    again = latent({**graph(), "model": node("UNETLoader", unet_name=file.name, weight_dtype="default")})
+    assert rel_err(again, latent(made)) < 1e-2
+    assert 1e-4 < rel_err(again, latent(graph())) < 0.5
+
+    inputs = {"format": "auto", "policy": "card", "keep": "", "target_size": 0.0, "min_sqnr": 25.0}
+    nodes = {"model": graph()["model"], "quantize": node("NativeDiTQuantizeModel", model=["model", 0], **inputs)}
+    nodes["picture"] = node("PreviewImage", images=["quantize", 2])
+    nodes["save"] = node(
+        "NativeDiTSaveDiffusionModel",
+        model=["quantize", 0],
+        filename_prefix="quant/budget",
+        precision="as stored",
+        policy="card",
+    )
+    outputs = server.run(nodes)
+    assert server.file_of(outputs["picture"]["images"][0]).stat().st_size > 5000
+    saved = files.tensors(server.file_of(outputs["save"]["files"][0]))
+    assert any(key.endswith(".comfy_quant") for key in saved)
+
+
 def test_a_graph_may_quantize_after_a_lora(server: Server, latent: Callable):
     lora = {"lora_name": "dit_comfy.safetensors", "strength_model": 0.2}
     plain = with_model_node(graph(), "lora", "LoraLoaderModelOnly", **lora)

@@ -67,6 +67,51 @@ def test_loading_quantizing_and_saving_give_the_file_that_the_command_makes(
     same(load_file(written(on_save)), wanted)
 
 
+@pytest.fixture
+def budget(models: Path, tmp_path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A budget for nodes, and the weights that the command gives within it."""
+    source = models / "diffusion_models" / "tiny_bf16.safetensors"
+    wish = int(source.stat().st_size * 0.8)
+    report = nativedit.quantize(source, tmp_path / "wanted.safetensors", target_size=wish)
+    assert len({str(decision.recipe) for decision in report.quantized}) > 1
+    return {"target_size": wish / 1e9, "min_sqnr": 0.0}, load_file(tmp_path / "wanted.safetensors")
+
+
+def test_a_budget_on_load_gives_the_weights_of_the_command(run, budget):
+    wish, wanted = budget
+    model = loader()
+    model["inputs"] |= wish
+    result = run({"model": model, "save": saver()})
+
+    state = load_file(written(result))
+    same(state, wanted)
+
+
+def test_a_budget_in_the_graph_reports_each_layer_in_words_and_as_a_picture(run, models: Path):
+    size = (models / "diffusion_models" / "tiny_bf16.safetensors").stat().st_size
+    inputs = {"format": "auto", "policy": "card", "keep": "blocks.0.*", "target_size": 0.0, "min_sqnr": 25.0}
+    quantize = node("NativeDiTQuantizeModel", model=["model", 0], **inputs)
+    result = run({"model": loader(), "quantize": quantize, "save": saver("quantize")})
+
+    _, text, picture = result.outputs["quantize"]
+    assert written(result).stat().st_size < size
+    assert " dB" in text and "excluded by 'blocks.0.*'" in text
+    assert picture.ndim == 4 and picture.shape[-1] == 3 and picture.min() >= 0 and picture.max() <= 1
+
+
+def test_a_budget_that_can_not_be_kept_and_auto_without_one_are_sentences(run):
+    model = loader()
+    model["inputs"] |= {"target_size": 0.000001, "min_sqnr": 0.0}
+    with pytest.raises(NodeError, match=r"can't fit .* the smallest possible is"):
+        run({"model": model, "save": saver()})
+    quantize = node("NativeDiTQuantizeModel", model=["model", 0], format="auto", policy="card", keep="")
+    with pytest.raises(NodeError, match="the format auto needs a budget"):
+        run({"model": loader(), "quantize": quantize, "save": saver("quantize")})
+    model["inputs"] |= {"target_size": 1.0, "precision": "float16"}
+    with pytest.raises(NodeError, match="float16 is none"):
+        run({"model": model, "save": saver()})
+
+
 def test_a_model_quantized_on_load_samples_close_to_its_source(run):
     def latent(precision: str) -> torch.Tensor:
         graph = text_to_latent(cfg=1.0)
