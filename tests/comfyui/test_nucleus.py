@@ -6,19 +6,22 @@ import ast
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nucleus_files as nucleus
+import numpy as np
 import pytest
 import torch
-from comfyui_files import random_state
-from comfyui_server import environment, make_base, python_for
+from comfyui_server import Server, environment, make_base, python_for
+from PIL import Image
 from safetensors.torch import save_file
+from support import rel_err
 
 import nativedit
 from nativedit.checkpoints.load import load_diffusion_model
 from nativedit.latent_formats import get_latent_format
-from nativedit.ldm.nucleus.model import NucleusMoEImageTransformer2DModel
 from nativedit.ldm.nucleus.sampling import patch_renormalized_guidance
 from nativedit.quant.formats import OFFERED
 from nativedit.quant.ops import ComfyUIOps
@@ -32,30 +35,6 @@ CHECKS = [
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
 ]
 FORMATS = OFFERED
-# Head, strategy and capacities as published, so that shapes and card tell all of it.
-TINY = {
-    "in_channels": 64,
-    "out_channels": 16,
-    "num_layers": 5,
-    "attention_head_dim": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "joint_attention_dim": 32,
-    "axes_dims_rope": (16, 56, 56),
-    "dense_moe_strategy": "leave_first_three_blocks_dense",
-    "num_experts": 8,
-    "moe_intermediate_dim": 64,
-    "capacity_factors": [0.0, 0.0, 0.0, 4.0, 4.0],
-}
-
-
-def published(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Banks as the publisher stores them."""
-    result = {}
-    for key, value in state.items():
-        bank = ".experts." in key
-        result[key.removesuffix(".weight") if bank else key] = value.transpose(1, 2).contiguous() if bank else value
-    return result
 
 
 def euler(module: torch.nn.Module, given: dict[str, torch.Tensor], noise: torch.Tensor, steps: int, cfg: float):
@@ -72,10 +51,10 @@ def euler(module: torch.nn.Module, given: dict[str, torch.Tensor], noise: torch.
 
 def write_models(base: Path) -> None:
     torch.manual_seed(0)
-    state = random_state(NucleusMoEImageTransformer2DModel(**TINY, device="meta"), 5)
+    state = nucleus.dit_state()
     folder = base / "models" / "diffusion_models"
     save_file(state, folder / "ours.safetensors")
-    save_file(published(state), folder / "published.safetensors")
+    save_file(nucleus.published(state), folder / "published.safetensors")
     given = {
         "x": torch.randn(2, 16, 1, 8, 12),
         "timesteps": torch.tensor([0.75, 0.2]),
@@ -118,3 +97,31 @@ def results(comfyui: Path, comfyui_path: Path, tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize("check", CHECKS)
 def test_nucleus_image_in_comfyui(results: dict[str, Any], check: str):
     assert results[check] == "", results[check]
+
+
+@pytest.fixture(scope="session")
+def written(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny files, in ComfyUI's models folder and in one for the engine."""
+    pytest.importorskip("diffusers")
+    own = tmp_path_factory.mktemp("nucleus_models")
+    for models in (server.base / "models", own):
+        nucleus.write(models)
+    return own
+
+
+@pytest.mark.parametrize("size", [(96, 64), (80, 48)])
+def test_the_example_workflow_gives_the_engines_latent_and_picture(
+    server: Server, written: Path, latent: Callable, size: tuple[int, int], tmp_path: Path
+):
+    """The second size has odd counts of tokens."""
+    graph = nucleus.example(size)
+    result = nativedit.run(graph, models_dir=written, output_dir=tmp_path, progress=False)
+    source, output = graph["save"]["inputs"]["samples"]
+    expected = result.outputs[source][output]["samples"].squeeze(2)
+
+    assert expected.std() > 0.1
+    assert rel_err(latent(graph).squeeze(2), expected) <= 1e-4
+    [saved] = [node["images"][0] for node in server.run(graph).values() if "images" in node]
+    with Image.open(server.file_of(saved)) as picture, Image.open(result.pictures[0]) as own:
+        assert picture.size == own.size == size
+        assert np.abs(np.asarray(picture).astype(int) - np.asarray(own).astype(int)).max() <= 2
