@@ -16,6 +16,7 @@ from .quant.dequantize import dequantize
 from .quant.formats import FORMATS
 from .quant.repair import repair
 from .quant.report import QuantizationReport
+from .quant.rounding import ROUNDING, Rounding
 
 
 @contextmanager
@@ -86,6 +87,12 @@ class Quantize:
         )
         craft.add_argument("--calibration", metavar="FILE", help="from nativedit calibrate: scales of layers' inputs")
         craft.add_argument("--smooth", action="store_true", help="nvfp4: even out calibrated inputs (ComfyUI 0.30)")
+        craft.add_argument(
+            "--rounding", choices=ROUNDING, default=ROUNDING[0], help="feedback: less error for more time, same storage"
+        )
+        craft.add_argument(
+            "--rounding-seconds", type=float, metavar="S", help="at most S per million weights of a layer and thread"
+        )
         parser.add_argument("--report", metavar="FILE", help="errors, sizes and reasons as .html, .png or .json")
         parser.add_argument("--save-policy", metavar="FILE.toml", help="the choice as a policy that gives it again")
         parser.add_argument("--requantize", action="store_true", help="accept a source that is already quantized")
@@ -136,7 +143,8 @@ class Quantize:
 
 def _craft(args: argparse.Namespace) -> Craft:
     calibration = None if args.calibration is None else read_calibration(args.calibration)
-    return Craft(args.compute, calibration, args.smooth)
+    rounding = None if args.rounding == "plain" else Rounding(args.rounding_seconds)
+    return Craft(args.compute, calibration, args.smooth, rounding)
 
 
 class Dequantize:

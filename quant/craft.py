@@ -13,6 +13,7 @@ from .errors import QuantError
 from .formats import Recipe
 from .policy import Decision
 from .quantizer import Quantizer, Rows, compute_dtype
+from .rounding import Rounding, best_stretch, improves
 from .smoothing import input_scale, pre_quant_scale
 from .stream import RowRun, Task, Writing
 
@@ -25,7 +26,8 @@ _SAMPLE_ROWS = 128
 @dataclass(frozen=True)
 class Craft:
     """``compute``: "stored" (in the weight's own dtype: ComfyUI's bytes) or "float32" (a little more exact);
-    ``calibration``: writes ``input_scale`` where the format has one, and with ``smooth`` nvfp4's ``pre_quant_scale``.
+    ``calibration``: writes ``input_scale`` where the format has one, and with ``smooth`` nvfp4's ``pre_quant_scale``;
+    ``rounding``: how weights become codes, None for one by one.
 
     Raises ValueError for an unknown compute, and for smooth without a calibration.
     """
@@ -33,6 +35,7 @@ class Craft:
     compute: str = COMPUTE[0]
     calibration: Calibration | None = None
     smooth: bool = False
+    rounding: Rounding | None = None
 
     def __post_init__(self) -> None:
         if self.compute not in COMPUTE:
@@ -71,10 +74,11 @@ class Craft:
 
     def quantizer(self, rows: Rows, decision: Decision, device: torch.device, record: dict[str, Any]) -> Quantizer:
         recipe, inputs = self.recipe(decision), self.inputs(decision)
-        if inputs is None or input_scale(recipe, inputs.amax.amax()) is None:
+        rounding = self.rounding if improves(recipe) else None
+        if inputs is None and rounding is None:
             return Quantizer(rows, decision.layer, recipe, device, record)
-        smooth = self.smooth and recipe.format == "nvfp4"
-        return _Calibrated(rows, decision.layer, recipe, device, record, inputs, smooth)
+        smooth = self.smooth and recipe.format == "nvfp4" and inputs is not None
+        return _Crafted(rows, decision.layer, recipe, device, record, inputs, smooth, rounding)
 
 
 PLAIN = Craft()
@@ -90,27 +94,47 @@ class _Divided(Rows):
         return super().load(run).to(self.dtype) / self.scale.to(self.dtype)
 
 
-class _Calibrated(Quantizer):
-    """A layer whose input has been watched: its input scale, and for nvfp4 the smoothing, are written beside it."""
+class _Crafted(Quantizer):
+    """``inputs``: what the layer was given, for its input scale, its smoothing and its rounding; None for unknown."""
 
-    def __init__(self, rows, layer, recipe, device, record, inputs: Inputs, smooth: bool):
+    def __init__(
+        self, rows, layer, recipe, device, record, inputs: Inputs | None, smooth: bool, rounding: Rounding | None
+    ):
         super().__init__(rows, layer, recipe, device, record)
         self.inputs = inputs
         self.smooth = smooth
-        self.entries = {**self.entries, "input_scale": ("F32", ())}
+        self.rounding = rounding
+        self.power = None if inputs is None else inputs.power
+        self.scaled = inputs is not None and input_scale(recipe, inputs.amax.amax()) is not None
+        if self.scaled:
+            self.entries = {**self.entries, "input_scale": ("F32", ())}
         if smooth:
             self.entries["pre_quant_scale"] = ("BF16", (rows.shape[-1],))
 
     def step(self, writing: Writing) -> Iterator[Task]:
-        amax = self.inputs.amax
+        amax = None if self.inputs is None else self.inputs.amax
         if self.smooth:
             scale = pre_quant_scale(self._sample(), self.inputs)
             writing.put(f"{self.layer}.pre_quant_scale", scale.to(torch.bfloat16))
             rows = self.rows
             self.rows = _Divided(rows.source, rows.key, rows.shape, rows.dtype, rows.quantized, scale)
-            amax = amax * scale
-        writing.put(f"{self.layer}.input_scale", input_scale(self.recipe, amax.amax()))
+            amax, self.power = amax * scale, self.power * scale.square()
+        if self.scaled:
+            writing.put(f"{self.layer}.input_scale", input_scale(self.recipe, amax.amax()))
         yield from super().step(writing)
+
+    def scale_of(self, amax: torch.Tensor) -> torch.Tensor | None:
+        scale = super().scale_of(amax)
+        if self.rounding is None or not self.recipe.format.startswith("float8"):
+            return scale
+        return scale * best_stretch(self._sample(), self.recipe, scale.cpu(), self.power)
+
+    def codes_of(
+        self, weight: torch.Tensor, scale: torch.Tensor | None, codebook: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        if self.rounding is None:
+            return super().codes_of(weight, scale, codebook)
+        return self.rounding.codes(weight, self.recipe, scale, self.power)
 
     def _sample(self) -> torch.Tensor:
         """The first and the middle rows."""

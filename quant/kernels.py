@@ -14,7 +14,7 @@ import torch
 
 from .formats import Recipe, round_up
 
-__all__ = ["KERNELS", "peak_of", "quantize_fast", "rotated"]
+__all__ = ["e2m1_codes", "packed_high_first", "packed_low_first", "peak_of", "quantize_fast", "rotated"]
 
 _SIGNLESS = 0x7FFF
 _BITS = {torch.bfloat16: (torch.int16, _SIGNLESS), torch.float32: (torch.int32, 0x7FFFFFFF)}
@@ -108,9 +108,20 @@ def _w4a4(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> d
     weight = rotated(weight, recipe.convrot_groupsize)
     scale = _row_scale(weight).clamp(min=1e-10) / 7
     codes = torch.div(weight, scale).round_().clamp_(-7, 7).to(torch.int8)
+    return {"weight": packed_low_first(codes), "weight_scale": scale.view(-1).float()}
+
+
+def packed_low_first(codes: torch.Tensor) -> torch.Tensor:
+    """int8 -8..7 [N, K] -> int8 [N, K / 2], the even column in the low nibble."""
     pairs = codes.view(torch.int16)  # even column in the low byte
-    packed = pairs.bitwise_and(0x0F).bitwise_or_(pairs.bitwise_right_shift_(4).bitwise_and_(0xF0))
-    return {"weight": packed.to(torch.int8), "weight_scale": scale.view(-1).float()}
+    packed = pairs.bitwise_and(0x0F)
+    return packed.bitwise_or_((pairs >> 4).bitwise_and_(0xF0)).to(torch.int8)
+
+
+def packed_high_first(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 0..15 [K] -> uint8 [K / 2], the even column in the high nibble."""
+    pairs = codes.view(torch.int16)
+    return pairs.bitwise_left_shift(4).bitwise_or_(pairs >> 8).to(torch.uint8)
 
 
 def _float8(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -168,8 +179,7 @@ def _nvfp4(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> 
     scaled = torch.div(scaled, torch.where(empty, 1.0, total).unsqueeze(-1), out=_own(scaled, weight))
     if bool(empty.any()):
         scaled[empty] = 0.0
-    codes = _e2m1_codes(scaled.view(-1)).view(torch.int16)  # even column in the low byte, wanted in the high nibble
-    packed = codes.bitwise_left_shift(4).bitwise_or_(codes.bitwise_right_shift_(8)).to(torch.uint8)
+    packed = packed_high_first(e2m1_codes(scaled.view(-1)))
     return {
         "weight": packed.view(weight.shape[0], -1),
         "weight_scale": to_blocked(blocks, flatten=False),
@@ -177,7 +187,7 @@ def _nvfp4(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> 
     }
 
 
-def _e2m1_codes(values: torch.Tensor) -> torch.Tensor:
+def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     """fp32 -> codes 0..15 of 0 .5 1 1.5 2 3 4 6, ties to the even code, sign in bit 3, as uint8. Overwrites ``values``.
 
     Below 2 the codes are steps of 0.5, above they are the exponent and first mantissa bit; from 1 to 2 they are both.

@@ -59,8 +59,8 @@ class _Common:
     One object per matrix: reading runs ahead, so the next matrix may be begun before this one is stored.
     """
 
-    def __init__(self, recipe: Recipe, sampler: CodebookSampler | None):
-        self.recipe = recipe
+    def __init__(self, scale_of: Callable[[torch.Tensor], torch.Tensor | None], sampler: CodebookSampler | None):
+        self.scale_of = scale_of
         self.sampler = sampler
         self.peaks: list[torch.Tensor] = []
         self._settled: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
@@ -68,7 +68,7 @@ class _Common:
     def settled(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(scale of the whole tensor, codebook), None where the format has none."""
         if self._settled is None:
-            scale = tensor_scale(self.recipe, torch.stack(self.peaks).amax())
+            scale = self.scale_of(torch.stack(self.peaks).amax())
             codebook = None if self.sampler is None else self.sampler.codebook().to(device)
             self._settled = (scale, codebook)
         return self._settled
@@ -87,6 +87,16 @@ class Quantizer:
         self.matrix_entries = FORMATS[recipe.format].entries(rows.shape[-2:], recipe)
         self._crc = 0
 
+    def scale_of(self, amax: torch.Tensor) -> torch.Tensor | None:
+        """The scale of the whole matrix, from its largest magnitude."""
+        return tensor_scale(self.recipe, amax)
+
+    def codes_of(
+        self, weight: torch.Tensor, scale: torch.Tensor | None, codebook: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Some rows of the matrix as canonical tensors. Called from several threads."""
+        return quantize_matrix(weight, self.recipe, scale=scale, codebook=codebook)
+
     def step(self, writing: Writing) -> Iterator[Task]:
         runs = self.rows.runs()
         experts = self.rows.shape[0] if len(self.rows.shape) == 3 else 1
@@ -100,7 +110,7 @@ class Quantizer:
         sampler = None
         if self.recipe.codebook and not at_once:
             sampler = CodebookSampler(self.rows.shape[-2:], self.recipe)
-        common = _Common(self.recipe, sampler)
+        common = _Common(self.scale_of, sampler)
         if len(runs) > 1 and (self.recipe.codebook or has_tensor_scale(self.recipe)):
             for run in runs:
                 yield self._task(run, lambda run, weight: self._look(common, run, weight), counted=False)
@@ -140,7 +150,7 @@ class Quantizer:
 
         def quantized(batch: tuple[RowRun, torch.Tensor]) -> tuple[RowRun, dict[str, torch.Tensor]]:
             part, piece = batch
-            return part, quantize_matrix(piece, self.recipe, scale=scale, codebook=codebook)
+            return part, self.codes_of(piece, scale, codebook)
 
         apply = spread if self.device.type == "cpu" else map
         for part, tensors in apply(quantized, self._batches(run, weight)):
