@@ -94,6 +94,8 @@ class Resolve:
             answers = check_workflow(args.workflow, models_dir=models_dir, extra_paths=args.extra_paths)
             for answer in answers:
                 print(answer)
+            if not answers:
+                print(f"{args.workflow} names no model file")
             return 1 if any(answer.state == MISSING for answer in answers) else 0
         found = resolve(
             args.name,

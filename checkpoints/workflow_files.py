@@ -68,9 +68,22 @@ def read_workflow(path: str | os.PathLike) -> Any:
             content = json.load(file)
         except ValueError as error:
             raise FileError(path, f"is not JSON: {error}") from None
-    if not isinstance(content, Mapping):
-        raise FileError(path, "is not a workflow: a JSON object was expected")
+    if not _is_workflow(content):
+        raise FileError(path, "is JSON, but no workflow: neither the editor's (nodes) nor the API's (class_type)")
     return content
+
+
+def _is_workflow(content: Any) -> bool:
+    """Of the editor, of the API, or either as a server or a picture carries it (``prompt``, ``workflow``)."""
+    if not isinstance(content, Mapping):
+        return False
+    inner = [content, content.get("prompt"), content.get("workflow")]
+    return any(
+        isinstance(one.get("nodes"), list)
+        or any(isinstance(node, Mapping) and "class_type" in node for node in one.values())
+        for one in inner
+        if isinstance(one, Mapping)
+    )
 
 
 def model_files(workflow: Any) -> list[Wanted]:

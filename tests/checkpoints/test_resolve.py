@@ -378,6 +378,22 @@ def test_the_api_form_of_a_workflow_is_understood(tmp_path, models):
     assert [wanted.name for wanted in model_files(workflow)] == ["a b.safetensors"]
 
 
+@pytest.mark.parametrize("wrapper", ["prompt", "workflow"])
+def test_a_workflow_inside_what_a_server_is_sent_is_understood(wrapper, tmp_path, models):
+    inner = {"1": {"class_type": "UNETLoader", "inputs": {"unet_name": "a.safetensors"}}}
+    (tmp_path / "w.json").write_text(json.dumps({wrapper: inner, "client_id": "x"}))
+    assert [answer.wanted.name for answer in check_workflow(tmp_path / "w.json", models_dir=models)] == [
+        "a.safetensors"
+    ]
+
+
+@pytest.mark.parametrize("content", ['{"_class_name": "X"}', "[1]", '"a"', "{}", '{"prompt": 3}'])
+def test_other_json_is_no_workflow(content, tmp_path, models):
+    (tmp_path / "w.json").write_text(content)
+    with pytest.raises(FileError, match=r"w\.json: is JSON, but no workflow"):
+        check_workflow(tmp_path / "w.json", models_dir=models)
+
+
 def test_the_demo_workflows_files_are_named(root):
     names = {
         wanted.name
