@@ -38,6 +38,15 @@ GLM = {
     "partial_rotary_factor": 0.5,
     "rope_interleaved": True,
 }
+# Wide enough for every quantization format, with the published head sizes.
+WIDE_DIT = DIT | {"attention_head_dim": 128, "num_attention_heads": 2, "text_embed_dim": 256, "time_embed_dim": 64}
+WIDE_GLM = GLM | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+}
 NAMES = {
     "diffusion_models": "cogview4_6b.safetensors",
     "text_encoders": "glm_4_9b.safetensors",
@@ -46,16 +55,16 @@ NAMES = {
 PROMPT = "a red circle above a blue square"
 
 
-def dit_state(seed: int = 21) -> dict[str, torch.Tensor]:
+def dit_state(seed: int = 21, config: dict[str, Any] = DIT) -> dict[str, torch.Tensor]:
     from nativedit.ldm.cogview4.model import CogView4Transformer2DModel
 
-    return files.random_state(CogView4Transformer2DModel(**DIT, device="meta"), seed)
+    return files.random_state(CogView4Transformer2DModel(**config, device="meta"), seed)
 
 
-def text_state(seed: int = 22) -> dict[str, torch.Tensor]:
+def text_state(seed: int = 22, config: dict[str, Any] = GLM) -> dict[str, torch.Tensor]:
     from nativedit.text_encoders.language_model import LanguageModel
 
-    return files.random_state(LanguageModel(**GLM, device="meta"), seed)
+    return files.random_state(LanguageModel(**config, device="meta"), seed)
 
 
 def vae_state(seed: int = 23) -> dict[str, torch.Tensor]:
@@ -84,14 +93,14 @@ def tokenizer_json() -> bytes:
     return json.dumps(tokenizer).encode()
 
 
-def write(models: Path) -> None:
+def write(models: Path, dit: dict[str, Any] = DIT, glm: dict[str, Any] = GLM) -> None:
     """Into ComfyUI's models folder."""
     tokenizer = torch.frombuffer(bytearray(tokenizer_json()), dtype=torch.uint8).clone()
     tensors = {
-        "diffusion_models": (dit_state(), files.header("transformer", DIT)),
+        "diffusion_models": (dit_state(config=dit), files.header("transformer", dit)),
         "text_encoders": (
-            {**text_state(), "tokenizer_json": tokenizer},
-            files.header("text_encoder", {"family": "glm4", **GLM}),
+            {**text_state(config=glm), "tokenizer_json": tokenizer},
+            files.header("text_encoder", {"family": "glm4", **glm}),
         ),
         "vae": (vae_state(), {"format": "pt"}),
     }

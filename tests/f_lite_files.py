@@ -33,20 +33,23 @@ T5 = {
     "num_attention_heads": 4,
     "head_dim": 8,
 }
+# Wide enough for every quantization format, with the published head sizes.
+WIDE_DIT = DIT | {"hidden_size": 256, "num_heads": 1, "cross_attn_input_size": 256, "depth": 2}
+WIDE_T5 = T5 | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 9}
 NAMES = {"diffusion_models": "f_lite_10b.safetensors", "text_encoders": "t5xxl_fp16.safetensors"}
 PROMPT = "a red circle above a blue square"
 
 
-def dit_state(seed: int = 31) -> dict[str, torch.Tensor]:
+def dit_state(seed: int = 31, config: dict[str, Any] = DIT) -> dict[str, torch.Tensor]:
     from nativedit.ldm.f_lite.model import FLiteTransformer
 
-    return files.random_state(FLiteTransformer(**DIT, device="meta"), seed)
+    return files.random_state(FLiteTransformer(**config, device="meta"), seed)
 
 
-def text_state(seed: int = 32) -> dict[str, torch.Tensor]:
+def text_state(seed: int = 32, config: dict[str, Any] = T5) -> dict[str, torch.Tensor]:
     from nativedit.text_encoders.t5 import T5Encoder
 
-    return files.random_state(T5Encoder(**T5, device="meta"), seed)
+    return files.random_state(T5Encoder(**config, device="meta"), seed)
 
 
 def token_ids(text: str) -> list[int]:
@@ -69,11 +72,11 @@ def tokenizer_tensors() -> dict[str, torch.Tensor]:
     return {name: torch.frombuffer(bytearray(data), dtype=torch.uint8).clone() for name, data in named.items()}
 
 
-def write(models: Path) -> None:
+def write(models: Path, dit: dict[str, Any] = DIT, t5: dict[str, Any] = T5) -> None:
     """Into ComfyUI's models folder."""
     tensors = {
-        "diffusion_models": (dit_state(), files.header("transformer", DIT)),
-        "text_encoders": ({**text_state(), **tokenizer_tensors()}, {"format": "pt"}),
+        "diffusion_models": (dit_state(config=dit), files.header("transformer", dit)),
+        "text_encoders": ({**text_state(config=t5), **tokenizer_tensors()}, {"format": "pt"}),
     }
     for folder, (state, metadata) in tensors.items():
         (models / folder).mkdir(parents=True, exist_ok=True)
