@@ -106,6 +106,7 @@ class Server:
     process: subprocess.Popen | None = field(default=None, repr=False)
     url: str = ""
     start_log: str = field(default="", repr=False)
+    given: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def log_file(self) -> Path:
@@ -173,11 +174,19 @@ class Server:
         while time.monotonic() < deadline:
             entry = self.get_json(f"/history/{prompt_id}").get(prompt_id)
             if entry is not None and entry.get("status", {}).get("completed") is not None:
-                return _outputs(entry)
+                return self._with_cached(graph, _outputs(entry))
             if self.process.poll() is not None:
                 raise RuntimeError(f"ComfyUI died during a graph:\n{self.log()[-4000:]}")
             time.sleep(0.05)
         raise TimeoutError(f"the graph did not finish within {WAIT_SECONDS} s:\n{self.log()[-4000:]}")
+
+    def _with_cached(self, graph: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
+        """ComfyUI 0.8 tells nothing of nodes whose result it has; what they gave before is still so."""
+        given = {node: json.dumps(_upstream(graph, node), sort_keys=True) for node in graph}
+        self.given |= {given[node]: output for node, output in outputs.items() if node in given}
+        if at_least(self.comfyui, "0.29"):
+            return outputs
+        return {node: self.given[text] for node, text in given.items() if text in self.given} | outputs
 
     def file_of(self, output: dict[str, Any]) -> Path:
         """Where a picture or latent of a node's outputs lies."""
@@ -188,6 +197,15 @@ class Server:
         before = len(self.log())
         result = action()
         return result, self.log()[before:]
+
+
+def _upstream(graph: dict[str, Any], node: str) -> list[Any]:
+    """A node with all that it depends on, whatever their ids are."""
+    inputs = {
+        name: [_upstream(graph, value[0]), value[1]] if isinstance(value, list) and value[0] in graph else value
+        for name, value in graph[node]["inputs"].items()
+    }
+    return [graph[node]["class_type"], inputs]
 
 
 def _refused(answer: dict[str, Any]) -> GraphError:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import key_layouts
 import pytest
+from comfyui_server import at_least
 
 pytestmark = pytest.mark.comfyui
 
@@ -42,8 +43,10 @@ def test_no_card_without_a_module_is_registered(verdicts):
     assert verdicts["added"] and set(verdicts["added"]) <= names
 
 
-def test_comfyui_knows_every_carded_model_by_itself(verdicts):
+def test_comfyui_knows_every_carded_model_by_itself(verdicts, comfyui_path):
     """The comfy layout of each is recognised, in the spelling that is written."""
+    if not at_least(comfyui_path, "0.29"):
+        pytest.skip("some of the carded models are younger than this ComfyUI")
     for row in key_layouts.CARDS:
         for name in (f"{row}.comfy", f"{row}.comfy_scale"):
             if name in verdicts["before"]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from comfyui_server import at_least
 from safetensors.torch import load_file, save_file
 from support import rel_err
 from tiny_models import TINY, tiny_module, write_folder
@@ -379,8 +380,10 @@ def outputs(tmp_path_factory, comfyui_path, comfyui_interpreter) -> Path:
 
 
 @pytest.mark.parametrize("row", list(CASES))
-def test_comfyuis_module_on_our_file_equals_diffusers_on_the_original(row, outputs):
+def test_comfyuis_module_on_our_file_equals_diffusers_on_the_original(row, outputs, comfyui_path):
     error = outputs / f"{row}.ours.safetensors.error"
+    if error.exists() and "No module named 'comfy.ldm." in error.read_text() and not at_least(comfyui_path, "0.33"):
+        pytest.skip(f"this ComfyUI is older than {row}")
     assert not error.exists(), error.read_text()
     ours = load_file(outputs / f"{row}.ours.safetensors")["output"]
     theirs = load_file(outputs / f"{row}.theirs.safetensors")["output"]

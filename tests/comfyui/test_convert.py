@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_graphs import node
-from comfyui_server import GraphError, Server
+from comfyui_server import GraphError, Server, at_least
 from hollow import write_hollow
 from key_layouts import layout
 from safetensors.torch import load_file, save_file
@@ -50,6 +50,8 @@ def test_a_folder_becomes_a_file_that_comfyui_lists_and_loads(server: Server, so
     assert "FLUX.1 in comfy layout" in shown["text"][0]
     listed = server.get_json("/object_info/UNETLoader")["UNETLoader"]["input"]["required"]["unet_name"]
     assert file["filename"] in json.dumps(listed)
+    if not at_least(server.comfyui, "0.29"):
+        return  # it builds every FLUX with 24 heads, which this one is too narrow for
     loaded = {"model": node("UNETLoader", unet_name=file["filename"], weight_dtype="default")}
     server.run({**loaded, "end": node("ModelSave", model=["model", 0], filename_prefix="loaded")})
 

@@ -1,4 +1,4 @@
-"""The checks of inside.py, each as a test: how the pack gets along with ComfyUI's code and with other packs."""
+"""The checks of inside.py and inside_models.py, each as a test: how the pack gets along with ComfyUI, other packs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.comfyui
 SCRIPT = Path(__file__).parent / "inside.py"
 CHECKS = [
     node.name
-    for node in ast.parse(SCRIPT.read_text(encoding="utf-8")).body
+    for file in (SCRIPT, SCRIPT.with_name("inside_models.py"))
+    for node in ast.parse(file.read_text(encoding="utf-8")).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
 ]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comfyui_server import at_least
 from safetensors.torch import load_file
 from support import DATA, rel_err
 
@@ -36,6 +37,8 @@ def test_the_recording_is_what_comfyui_samples_today(comfyui_path: Path, comfyui
     """Fails when ComfyUI, or the pack inside it, changed: find out why, then record again."""
     from record_graphs import latents_of
 
+    if not at_least(comfyui_path, "0.29"):
+        pytest.skip("the engine samples as ComfyUI does since 0.29; this one adds noise of another scale")
     now = latents_of(comfyui_path, comfyui_interpreter, tmp_path / "base")
 
     assert now.keys() == recorded().keys()

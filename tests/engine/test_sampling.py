@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comfyui_server import at_least
 from safetensors.torch import load_file
 from support import DATA, rel_err
 
@@ -108,6 +109,8 @@ def test_every_offered_sampler_and_schedule_was_recorded():
 @pytest.mark.comfyui
 def test_the_recording_is_what_comfyui_gives_today(comfyui_path: Path, comfyui_interpreter: Path, tmp_path: Path):
     """Fails when ComfyUI changed: record again with record_sampling.py, under the new version's name."""
+    if not at_least(comfyui_path, "0.29"):
+        pytest.skip("the engine samples as ComfyUI does since 0.29; this one adds noise of another scale")
     out = tmp_path / "now.safetensors"
     script = Path(__file__).with_name("record_sampling.py")
     command = [comfyui_interpreter, script, comfyui_path, out]
