@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("write a model in ComfyUI's or in diffusers' layout", ".cli_files:Convert"),
     "resolve": ("find the file that a name means, or those of a workflow", ".cli_files:Resolve"),
     "lora": ("rename a LoRA's layers for ComfyUI or diffusers, or bake it in", ".cli_files:Lora"),
+    "doctor": ("say which formats this machine makes and multiplies", ".cli_doctor:Doctor"),
     "run": ("run a workflow exported from ComfyUI", ".engine.command:Run"),
 }
 

@@ -15,7 +15,7 @@ import torch
 
 from .formats import FORMATS, Recipe, round_up
 
-__all__ = ["QuantizedWeight", "fuse", "split", "split_inputs"]
+__all__ = ["QuantizedWeight", "fuse", "input_unit", "split", "split_inputs"]
 
 _BLOCKS = {"nvfp4": 16, "mxfp8": 32}
 _SHARED = ("weight_scale_2", "weight_codebook", "input_scale", "pre_quant_scale")
@@ -67,7 +67,7 @@ def split_inputs(weight: QuantizedWeight, parts: int, layer: str = "") -> list[Q
     would go through one; such a layer has to be split by its outputs, or quantized after splitting.
     """
     columns = weight.shape[1]
-    unit = _input_unit(weight.recipe)
+    unit = input_unit(weight.recipe)
     if parts < 1 or columns % parts or columns // parts % unit:
         raise ValueError(
             f"layer {layer!r}: {columns} input features can't be cut into {parts} parts: {weight.recipe} is stored in "
@@ -77,7 +77,7 @@ def split_inputs(weight: QuantizedWeight, parts: int, layer: str = "") -> list[Q
     return [_columns(weight, start, start + width) for start in range(0, columns, width)]
 
 
-def _input_unit(recipe: Recipe) -> int:
+def input_unit(recipe: Recipe) -> int:
     """Input features that belong together."""
     own = {"convrot_w4a4": 64, "asym_w4a8_int8": 16}.get(recipe.format, 1)
     return math.lcm(own, _BLOCKS.get(recipe.format, 1), recipe.convrot_groupsize or 1, recipe.group_size or 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from safetensors.torch import save_file
 import nativedit
 from nativedit.checkpoints.inspection import inspect_layers
 from nativedit.checkpoints.opened import open_checkpoint
-from nativedit.quant.formats import FORMATS
+from nativedit.cli import main
+from nativedit.quant.formats import FORMATS, OFFERED
 
 NAMES = ["float8_e4m3fn", "mxfp8", "nvfp4", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"]
 
@@ -66,3 +68,16 @@ def test_a13_files_are_inspected_without_the_package(model: Path, monkeypatch: p
     assert nativedit.inspect(target).quantization.is_quantized
     with open_checkpoint(target) as checkpoint:
         assert "nvfp4" in inspect_layers(checkpoint).text()
+
+
+def test_g07_the_doctor_says_what_this_machine_can_do(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed and "int8_convrot" in printed and "every 256" in printed
+
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", None)
+    monkeypatch.setitem(sys.modules, "comfy_kitchen.tensor", None)
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all("pip install comfy-kitchen" in row["problem"] for row in found["formats"])
+    assert {row["format"] for row in found["formats"]} == set(OFFERED)
