@@ -49,6 +49,8 @@ class ConvertedFiles(ModelFiles):
             first = min(target.rglob("*.safetensors"))
             inside = Path(os.path.relpath(first.parent, os.path.realpath(self.output_dir)))
             shown = {"filename": first.name, "subfolder": inside.as_posix(), "type": "output"}
+        for line in (str(report), *report.notes):
+            self.progress.note(line)
         return Saved(str(target), "\n".join([str(report), *report.notes]), shown)
 
     def _source(self, name: str) -> Path:
