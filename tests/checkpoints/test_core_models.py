@@ -41,6 +41,22 @@ def test_a_file_in_comfyuis_layout_loads_into_diffusers_class(row, tmp_path):
     assert same_bytes(tmp_path / "again.safetensors", tmp_path / "model.safetensors") == []
 
 
+def test_shards_are_read_where_they_lie_each_opened_once(tmp_path, monkeypatch):
+    from nativedit.engine.core_models import load_core_model
+    from nativedit.files import source as source_module
+
+    module = tiny_module("flux_schnell")
+    folder = write_folder(tmp_path / "there", module, shards=3)
+    before, opened = sorted(tmp_path.rglob("*")), []
+    original = source_module._Part.__init__
+    monkeypatch.setattr(
+        source_module._Part, "__init__", lambda self, header: (opened.append(header.path), original(self, header))[1]
+    )
+    loaded = load_core_model(folder)
+    assert all(torch.equal(value, module.state_dict()[key]) for key, value in loaded.state_dict().items())
+    assert len(opened) == len(set(opened)) == 3 and sorted(tmp_path.rglob("*")) == before
+
+
 SPLIT = {
     "flux_dev": ("flux", "transformer_blocks.0.attn.to_q"),
     "z_image": ("z_image", "layers.0.attention.to_k"),
