@@ -232,3 +232,22 @@ def test_every_file_name_of_a_core_card_has_the_address_it_was_read_from():
         assert names == set(card.downloads), card.name
         for name, url in card.downloads.items():
             assert url.startswith("https://huggingface.co/") and os.path.basename(url) == name
+
+
+@pytest.mark.parametrize("row", ["z_image", "flux_dev", "lumina2"])
+def test_layers_that_comfyui_fuses_get_one_format_from_a_budget(row, tmp_path):
+    """A file of full size that holds nothing: only its header is read."""
+    from nativedit.checkpoints.quantize import fused_groups
+    from nativedit.files.writer import encode_header
+
+    head, placed = encode_header((key, "BF16", shape) for key, shape in layout(f"{row}.diffusers").items())
+    path = tmp_path / "model.safetensors"
+    with open(path, "wb") as file:
+        file.write(head)
+        file.truncate(len(head) + max(info.end for info in placed.values()))
+
+    groups = fused_groups(path)
+
+    assert groups and all(f"{layer}.weight" in placed for group in groups for layer in group)
+    triples = [group for group in groups if group[0].endswith("to_q")]
+    assert triples and all(re.sub(r"to_[qkv]$", "", layer) == group[0][:-4] for group in triples for layer in group[:3])

@@ -59,7 +59,7 @@ def source(tmp_path_factory) -> Path:
 options = st.tuples(st.floats(0, 100), st.integers(0, 40).map(float))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(options, min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 150))
 def test_the_knapsack_finds_the_best_of_all_choices(groups, capacity):
     every = list(itertools.product(*groups))
@@ -186,7 +186,7 @@ def test_the_measured_quality_is_that_of_the_written_file(source: Path, tmp_path
     assert len({str(decision.recipe) for decision in report.quantized}) > 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(300, 1400))
 def test_no_file_is_larger_than_asked_for(source: Path, kilobytes: int):
     target = kilobytes * 1000
