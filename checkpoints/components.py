@@ -26,6 +26,13 @@ _PARTS = {
     "text_encoders.": TEXT_ENCODER,
     "cond_stage_model.": TEXT_ENCODER,
 }
+# Component of a pipeline -> folder under models/.
+_FOLDERS = {
+    "transformer": "diffusion_models",
+    "dit_model": "diffusion_models",  # F-Lite's name for it
+    "text_encoder": "text_encoders",
+    "vae": "vae",
+}
 # Wan 2.2's pipeline has two transformers; ComfyUI's files are told apart by these words.
 _NOISE = {"transformer": "high_noise", "transformer_2": "low_noise"}
 
@@ -46,9 +53,15 @@ def _named(folder: Path) -> list[str]:
         return []
     with open(index, encoding="utf-8") as file:
         named = json.load(file)
-    wanted = ("transformer", "text_encoder", "vae")
     # A component that a pipeline does without is [null, null] there.
-    return [name for name, where in named.items() if name.startswith(wanted) and where and where[0] is not None]
+    return [
+        name for name, where in named.items() if name.startswith(tuple(_FOLDERS)) and where and where[0] is not None
+    ]
+
+
+def main_part(parts: list[str]) -> str:
+    """The one that is meant when none is named: the diffusion model, if there is one."""
+    return next((part for part in parts if _FOLDERS.get(part) == "diffusion_models"), parts[0])
 
 
 def _has_weights(folder: Path) -> bool:
@@ -68,12 +81,11 @@ def to_folder(
     A pair of transformers keeps ComfyUI's names for it: ``..._high_noise``, ``..._low_noise``.
     """
     stem, notes, count = source.resolve().name, [], 0
-    folders = {"transformer": "diffusion_models", "text_encoder": "text_encoders", "vae": "vae"}
     with new_folder(destination) as target:
         for part in parts:
             kind = part.removesuffix("_2").removesuffix("_3")
             ending = f"_{_NOISE[part]}" if "transformer_2" in parts and part in _NOISE else part.removeprefix(kind)
-            file = target / folders[kind] / f"{stem}{ending}.safetensors"
+            file = target / _FOLDERS[kind] / f"{stem}{ending}.safetensors"
             file.parent.mkdir(exist_ok=True)
             report = convert(source / part, file, layout="comfy", progress=progress)
             count += report.tensors

@@ -51,7 +51,7 @@ def convert(
     component = None if every else component
     rest: list[str] = []
     if component is None and parts:
-        component = "transformer" if "transformer" in parts else parts[0]
+        component = components.main_part(parts)
         rest = [part for part in parts if part != component]
     with open_any(path, component=component or "transformer") as checkpoint:
         kind = kind_of(checkpoint.shapes)

@@ -23,6 +23,8 @@ from .stored_config import is_config
 # Widths of the encoders that ComfyUI loads for its own models with a tokenizer of its own. Ours is not packed into
 # those: a file with one is taken for an encoder of this pack's models.
 _CORE_HAS_TOKENIZER = {"qwen3": (1024, 2048, 2560, 4096)}
+# ComfyUI knows these without the prefix that it expects of language models.
+_BARE = ("t5xxl",)
 # The half of an encoder-decoder that no diffusion model asks.
 _DECODER = r"^(?:model\.)?decoder\."
 _TOKENIZER_FILES = {
@@ -42,7 +44,7 @@ def to_comfy(
     keys = [key for key in checkpoint.shapes if key not in set(left_out) and not _is_extra(key)]
     if found:
         _check(checkpoint, found[0], left_out)
-    prefix = found[0][1] if found else None
+    prefix = found[0][1] if found and found[0][0].name not in _BARE else None
     targets = [Target(_spelled(key, prefix), checkpoint.shapes[key], (Run(key),)) for key in keys]
     constants = {key: checkpoint.source.read(key) for key in checkpoint.source if _is_tokenizer(key)}
     if found and not constants and tokenizer is None and _is_cores(found[0]):

@@ -183,6 +183,10 @@ class Source:
         return raw.view(dtype).reshape(shape)
 
 
+# What a publisher calls the folder of a component in place of the usual name.
+_OTHER_NAMES = {"transformer": ("dit_model",)}  # F-Lite
+
+
 def open_source(path: str | os.PathLike, *, component: str | None = None) -> Source:
     """Open weights wherever they are: a .safetensors file, a ``*.index.json``, a folder of one or more files.
 
@@ -191,8 +195,8 @@ def open_source(path: str | os.PathLike, *, component: str | None = None) -> Sou
     """
     path = Path(path)
     if path.is_dir():
-        if component is not None and (path / component).is_dir():
-            path = path / component
+        names = (component, *_OTHER_NAMES.get(component, ())) if component is not None else ()
+        path = next((path / name for name in names if (path / name).is_dir()), path)
         return _open_folder(path)
     if path.name.endswith(".index.json"):
         return Source(path, _indexed(path), _config(path.parent))
