@@ -244,6 +244,32 @@ def test_an_embedding_is_stored_only_in_what_comfyui_looks_rows_up_in(folder, qu
         assert bool(quantized()) == fits
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_inspect_reads_a_few_kilobytes_of_a_file_of_40_gigabytes(called):
+    rows = 40 * 10**9 // 4 // 256
+    header, position = {}, 0
+    for index in range(4):
+        for suffix, dtype, shape, size in (
+            ("weight", "F8_E4M3", [rows, 256], rows * 256),
+            ("weight_scale", "F32", [], 4),
+        ):
+            offsets = [position, position + size]
+            header[f"blocks.{index}.up.{suffix}"] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+            position += size
+    text = json.dumps(header).encode()
+    Path("huge.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate("huge.safetensors", 8 + len(text) + position)
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    assert called("inspect", "huge.safetensors")[0] == 0  # imports what it needs
+    before = bytes_read()
+    code, out, _ = called("inspect", "huge.safetensors")
+    assert code == 0 and "4 x float8_e4m3fn" in out and "40.0 GB" in out
+    assert bytes_read() - before < 20_000
+
+
 @pytest.mark.parametrize("name", ["text_model.encoder.layers.{}.mlp.fc1", "transformer.resblocks.{}.mlp.c_fc"])
 def test_clip_is_kept_because_comfyui_would_take_its_codes_for_weights(folder, quantize, name):
     keys = [f"{name.format(index)}{other}.weight" for index in range(2) for other in ("", "_2")]
