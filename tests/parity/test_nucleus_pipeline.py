@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
-from support import rel_err
+from PIL import Image
+from support import ROOT, rel_err
 
+import nativedit
 from nativedit.engine.flow import FlowSampling
 from nativedit.engine.objects import Model
 from nativedit.engine.patch_guidance import set_patch_renormalized_guidance
@@ -145,3 +147,24 @@ def test_another_autoencoder_is_not_taken(tmp_path):
 
     save_file({"decoder.conv_in.weight": torch.zeros(1)}, tmp_path / "vae.safetensors")
     assert load_wan_autoencoder(tmp_path / "vae.safetensors", device=torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("workflow", ["nucleus_image.json", "api/nucleus_image.json"])
+def test_the_example_workflow_runs_on_tiny_files_in_the_published_layouts(workflow, tmp_path):
+    import nucleus_files
+
+    nucleus_files.write(tmp_path / "models")
+    result = nativedit.run(
+        ROOT / "example_workflows" / workflow,
+        models_dir=tmp_path / "models",
+        output_dir=tmp_path / "output",
+        values={"NativeDiTEmptyLatent.width": 80, "NativeDiTEmptyLatent.height": 48, "KSampler.steps": 2},
+        progress=False,
+    )
+    nodes = {node["class_type"]: node["inputs"] for node in result.prompt.values()}
+    sampler = nodes["KSampler"]
+    assert (sampler["cfg"], sampler["sampler_name"], sampler["scheduler"]) == (4.0, "euler", "simple")
+    assert nodes["NativeDiTPatchRenormalizedGuidance"]["patch_size"] == 2
+    assert result.prompt[sampler["model"][0]]["class_type"] == "NativeDiTPatchRenormalizedGuidance"
+    (picture,) = result.pictures
+    assert Image.open(picture).size == (80, 48)
