@@ -6,6 +6,7 @@ The model is only read. A weight that ComfyUI has patched in place for sampling 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -230,7 +231,7 @@ def _names_for_saving(patcher: Any, keys: list[str]) -> tuple[dict[str, str], di
     owners = {id(value): key for key, value in placeholders.items()}
     named: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}
-    for name, value in patcher.model.state_dict_for_saving(dict(placeholders)).items():
+    for name, value in _for_saving(patcher.model, placeholders).items():
         if id(value) in owners:
             named[owners[id(value)]] = name
         elif value.device.type != "meta":
@@ -242,6 +243,18 @@ def _names_for_saving(patcher: Any, keys: list[str]) -> tuple[dict[str, str], di
                 "save node",
             )
     return named, constants
+
+
+def _for_saving(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What ComfyUI would write of a model with these weights, {key of the diffusion model: tensor}."""
+    if "unet_state_dict" in inspect.signature(model.state_dict_for_saving).parameters:
+        return model.state_dict_for_saving(dict(weights))
+    module = model.diffusion_model  # ComfyUI 0.8 asks it itself
+    module.state_dict = lambda: dict(weights)
+    try:
+        return model.state_dict_for_saving()
+    finally:
+        del module.state_dict
 
 
 def _may_lose_prefix(names: set[str]) -> bool:

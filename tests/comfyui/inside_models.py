@@ -181,6 +181,19 @@ def check_cloning_and_detaching_leave_the_weights_as_they_were():
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
+def check_weights_to_save_are_the_files_own_while_a_lora_is_patched_in():
+    weights = part("bridge.weights").diffusion_weights
+    plain = comfy.sd.load_diffusion_model(str(TINY))
+    patched = with_lora(plain)
+    patched.patch_model(device_to=torch.device("cpu"))
+    source = weights(plain).source
+    assert all(torch.equal(source.read(key), value) for key, value in state_dict().items())
+    assert set(source.tensors) == set(state_dict()), set(source.tensors)
+    baked = weights(patched).source
+    changed = [key for key, value in state_dict().items() if not torch.equal(baked.read(key), value)]
+    assert set(baked.tensors) == set(source.tensors) and len(changed) == len(patched.patches), changed
+
+
 def check_weights_that_do_not_exist_before_loading_are_fine():
     """Since 0.33 layers have none when the dynamic memory manager runs; here only its way of loading is simulated."""
     if VERSION < (0, 33):
