@@ -1,7 +1,7 @@
 """Lumina-Image 2.0 (Alpha-VLLM, 2.6B). ComfyUI's core loads it.
 
-Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter). The official
-templates name no diffusion_models file of it.
+Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter),
+the file names of comfyui-workflow-templates-json 0.1.123, which has no file of the diffusion model alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from ..quant.policy import CardPolicy
 from ._architecture import Architecture, Shapes
-from ._downloads import shared
+from ._downloads import hub, shared
 from ._two_way import WEIGHT, WEIGHT_BIAS, First, Rule, TwoWayMap, depth
 
 PATCH_SIZE = 2
@@ -39,6 +39,9 @@ def _block(stack: str, modulated: bool) -> tuple[Rule, ...]:
         rules.append(Rule(f"{ours}adaLN_modulation.1", f"{ours}norm1.linear", WEIGHT_BIAS))
     return tuple(rules)
 
+
+# The one model of this key set that the templates name: NetaYume, a fine-tune.
+_FILES = ("NetaYumev35_pretrained_all_in_one.safetensors",)
 
 DIFFUSERS = TwoWayMap(
     name="diffusers",
@@ -115,6 +118,6 @@ ARCHITECTURE = Architecture(
     ),
     layouts=(DIFFUSERS,),
     diffusers_class="Lumina2Transformer2DModel",
-    files={"vae": ("ae.safetensors",)},
-    downloads=shared("ae.safetensors"),
+    files={"checkpoints": _FILES, "vae": ("ae.safetensors",)},
+    downloads={**hub("duongve/NetaYume-Lumina-Image-2.0", *_FILES, folder=""), **shared("ae.safetensors")},
 )
