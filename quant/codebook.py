@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from .formats import Recipe
+from .kernels import rotated
 from .stream import RowRun
 
 __all__ = ["CodebookSampler"]
@@ -58,10 +59,8 @@ class CodebookSampler:
         self._fit = _Gather(shape[0] * shape[1], _FIT_SAMPLES)
 
     def add(self, run: RowRun, weight: torch.Tensor) -> None:
-        from comfy_kitchen.backends.eager.quantization import rotate_int8_convrot_weight
-
-        rotated = rotate_int8_convrot_weight(weight, self._recipe.convrot_groupsize).float()
-        grouped = rotated.view(weight.shape[0], -1, self._recipe.group_size)
+        turned = rotated(weight.contiguous(), self._recipe.convrot_groupsize).float()
+        grouped = turned.view(weight.shape[0], -1, self._recipe.group_size)
         normalized = grouped / grouped.abs().amax(dim=-1, keepdim=True).clamp(min=1e-8)
         flat = normalized.reshape(-1).cpu()
         self._test.add(flat, run.start * self._columns)
