@@ -1,29 +1,35 @@
-"""Rate and memory of every format from file to file, beside comfy-kitchen in memory and a plain copy of the bytes.
+"""Rate and memory of every format from file to file, beside comfy-kitchen in memory and the plain reading and writing.
 
-    python benchmarks/quant_speed.py [--gigabytes 3.6] [--formats int8_convrot ...] [--device cpu] [--json]
+    python benchmarks/quant_speed.py [--gigabytes 3.6] [--formats int8_convrot ...] [--device cpu] [--folder DIR]
 
 The model has the matrices of a DiT: blocks of attention [3D, D], [D, D] and MLP [4D, D], [D, 4D] with D = 3072 in
-bfloat16. "kitchen" quantizes the same weights, already in memory, with comfy-kitchen alone: no reading, no writing.
-"expected" is what kitchen's time and one read and one write of the bytes add up to; ours should not take longer.
+bfloat16. "kitchen" quantizes the same weights, already in memory, with comfy-kitchen's own call: no file at all.
+"read" reads the file's bytes once, "write" writes and syncs as many bytes as the result has, "copy" is both for the
+whole source. Ours should take no longer than kitchen + read + write, whatever it overlaps.
+
 Each format runs in a process of its own; memory is the peak of the process's own pages (not the page cache) over what
-importing torch and comfy-kitchen takes.
+importing torch and comfy-kitchen takes. With --folder the model is made once and kept there, so that formats can be
+measured one by one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nativedit.files import SafetensorsWriter, open_source
-from nativedit.quant.formats import FORMATS, parse_recipe
-from nativedit.quant.kitchen import quantize_matrix, tensor_scale
+from nativedit.quant.formats import FORMATS, Recipe, parse_recipe
+from nativedit.quant.kitchen import layout_of
 
 WIDTH = 3072
 SHAPES = (
@@ -33,6 +39,7 @@ SHAPES = (
     ("mlp.down", (WIDTH, 4 * WIDTH)),
 )
 BLOCK_BYTES = 2 * sum(rows * columns for _, (rows, columns) in SHAPES)
+PIECE = 64 << 20
 
 
 def make_model(path: Path, gigabytes: float) -> None:
@@ -50,46 +57,87 @@ def anonymous_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
-def copy_seconds(source: Path, target: Path) -> float:
+def seconds(action: Callable[[], Any]) -> float:
     started = time.perf_counter()
-    with open_source(source) as opened:
-        entries = [(info.name, info.dtype, info.shape) for info in opened.tensors.values()]
-        with SafetensorsWriter(target, entries) as writer:
-            for name in opened:
-                writer.write(name, opened.read(name))
+    action()
     return time.perf_counter() - started
 
 
-def kitchen_seconds(source: Path, recipe_name: str, device: str) -> float:
+def read_all(path: Path) -> None:
+    buffer = bytearray(PIECE)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def write_all(path: Path, count: int) -> None:
+    data = os.urandom(PIECE)
+    with open(path, "wb", buffering=0) as file:
+        for start in range(0, count, PIECE):
+            file.write(data[: min(PIECE, count - start)])
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def kitchens(weight: torch.Tensor, recipe: Recipe) -> None:
+    """comfy-kitchen's own call on a whole weight."""
+    keywords: dict[str, Any] = {}
+    if recipe.format.startswith("float8"):
+        keywords["dtype"] = getattr(torch, recipe.format)
+    elif recipe.format == "int8_tensorwise":
+        keywords["per_channel"] = recipe.row_scales
+        if recipe.convrot_groupsize:
+            keywords.update(convrot=True, convrot_groupsize=recipe.convrot_groupsize)
+    elif recipe.format == "convrot_w4a4":
+        keywords["convrot_groupsize"] = recipe.convrot_groupsize
+    elif recipe.format == "asym_w4a8_int8":
+        keywords.update(group_size=recipe.group_size, convrot_groupsize=recipe.convrot_groupsize, codebook=True)
+    layout_of(recipe.format).quantize(weight, **keywords)
+
+
+def kitchen_seconds(source: Path, recipe: Recipe, device: str) -> float:
     """One block's weights, then scaled to the whole model."""
-    recipe, total, sample = parse_recipe(recipe_name), 0, []
     with open_source(source) as opened:
         total = sum(info.nbytes for info in opened.tensors.values())
         sample = [opened.read(name).to(device) for name in opened if name.startswith("blocks.0.")]
-    quantize_matrix(sample[1], recipe, scale=tensor_scale(recipe, sample[1].abs().amax()))
-    started = time.perf_counter()
-    for weight in sample:
-        quantize_matrix(weight, recipe, scale=tensor_scale(recipe, weight.abs().amax()))
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) * total / sum(weight.nbytes for weight in sample)
+    kitchens(sample[1], recipe)
+
+    def block() -> None:
+        for weight in sample:
+            kitchens(weight, recipe)
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+    return seconds(block) * total / sum(weight.nbytes for weight in sample)
 
 
-def one(source: Path, target: Path, recipe: str, device: str) -> dict[str, float]:
+def one(source: Path, target: Path, name: str, device: str) -> dict[str, float]:
     from nativedit.quant.convert import quantize
-    from nativedit.quant.kitchen import layout_of
 
-    layout_of(parse_recipe(recipe).format)
+    recipe = parse_recipe(name)
+    layout_of(recipe.format)
     base, peak = anonymous_bytes(), [0]
 
     def progress(done: int, total: int, label: str) -> None:
         peak[0] = max(peak[0], anonymous_bytes())
 
-    started = time.perf_counter()
-    quantize(source, target, format=recipe, device=device, progress=progress)
-    seconds = time.perf_counter() - started
+    read = seconds(lambda: read_all(source))
+    ours = seconds(lambda: quantize(source, target, format=recipe, device=device, progress=progress))
+    size = target.stat().st_size
+    target.unlink()
+    write = seconds(lambda: write_all(target, size))
     kitchen = kitchen_seconds(source, recipe, device)
-    return {"ours_s": seconds, "kitchen_s": kitchen, "peak_mb": (peak[0] - base) / 2**20}
+    expected = kitchen + read + write
+    return {
+        "ours_s": ours,
+        "kitchen_s": kitchen,
+        "read_s": read,
+        "write_s": write,
+        "expected_s": expected,
+        "ratio": ours / expected,
+        "gb_per_s": source.stat().st_size / 1e9 / ours,
+        "peak_mb": (peak[0] - base) / 2**20,
+    }
 
 
 def main() -> None:
@@ -97,7 +145,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=3.6)
     parser.add_argument("--formats", nargs="+", default=[*FORMATS, "int8_convrot"])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--folder", default=None)
+    parser.add_argument("--folder", help="keep the model here for the next run")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -106,27 +154,30 @@ def main() -> None:
         print(json.dumps(one(Path(source), Path(target), recipe, arguments.device)))
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        source, target = Path(folder) / "model.safetensors", Path(folder) / "out.safetensors"
-        make_model(source, arguments.gigabytes)
-        size = source.stat().st_size / 1e9
-        copied = copy_seconds(source, target)
+        source = Path(arguments.folder or folder) / f"model_{arguments.gigabytes:g}GB.safetensors"
+        target = Path(folder) / "out.safetensors"
+        if not source.exists():
+            make_model(source, arguments.gigabytes)
+        size = source.stat().st_size
+        copied = seconds(lambda: (read_all(source), write_all(target, size)))
         rows = []
         for recipe in arguments.formats:
             command = [sys.executable, __file__, "--device", arguments.device, "--one", source, target, recipe]
-            row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            expected = row["kitchen_s"] + copied
-            rows.append(
-                {"format": recipe, **row, "copy_s": copied, "expected_s": expected, "gb_per_s": size / row["ours_s"]}
-            )
+            row = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            rows.append({"format": recipe, **row, "copy_s": copied})
     if arguments.json:
-        print(json.dumps({"gigabytes": size, "torch": torch.__version__, "device": arguments.device, "rows": rows}))
+        print(
+            json.dumps({"gigabytes": size / 1e9, "torch": torch.__version__, "device": arguments.device, "rows": rows})
+        )
         return
-    print(f"{size:.2f} GB bf16, torch {torch.__version__}, {arguments.device}, {torch.get_num_threads()} threads\n")
-    print("| format | ours s | kitchen s | copy s | kitchen + copy s | GB/s | peak MB |\n|---|---|---|---|---|---|---|")
+    threads = f"{torch.get_num_threads()} threads"
+    print(f"{size / 1e9:.2f} GB bf16, torch {torch.__version__}, {arguments.device}, {threads}; copy {copied:.1f} s\n")
+    print("| format | ours s | kitchen s | read s | write s | ours / sum of these | GB/s | peak MB |")
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(
-            f"| {row['format']} | {row['ours_s']:.1f} | {row['kitchen_s']:.1f} | {row['copy_s']:.1f} | "
-            f"{row['expected_s']:.1f} | {row['gb_per_s']:.2f} | {row['peak_mb']:.0f} |"
+            f"| {row['format']} | {row['ours_s']:.1f} | {row['kitchen_s']:.1f} | {row['read_s']:.1f} | "
+            f"{row['write_s']:.1f} | {row['ratio']:.2f} | {row['gb_per_s']:.2f} | {row['peak_mb']:.0f} |"
         )
 
 
