@@ -43,9 +43,9 @@ QWEN3 = {
     **TEXT,
     "vocab_size": 1024,
     "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 128,
     "rope_theta": 1_000_000.0,
 }

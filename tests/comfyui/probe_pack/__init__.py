@@ -6,10 +6,15 @@ import comfy.patcher_extension
 import comfy.text_encoders.llama
 import torch
 
-# One of ComfyUI's own text encoders in a size that a test can write and read: two layers, the first words.
+# One of ComfyUI's own text encoders in a size that a test can write and read.
 if hasattr(comfy.text_encoders.llama, "Qwen3_06BConfig"):
     comfy.text_encoders.llama.Qwen3_06BConfig = functools.partial(
-        comfy.text_encoders.llama.Qwen3_06BConfig, num_hidden_layers=2, vocab_size=1024
+        comfy.text_encoders.llama.Qwen3_06BConfig,
+        num_hidden_layers=2,
+        vocab_size=1024,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
 
 COUNTS = {}
