@@ -28,12 +28,14 @@ COMFYUI |= {"folder_paths", "server", "nodes", "execution", "latent_preview"}
 BASE = {"torch", "safetensors", "numpy", "comfy_kitchen"}
 # Present in ComfyUI or named in an extra, but slow or optional: only inside the function that needs them.
 LAZY = {
+    "quant": {"tomli"},
     "text_encoders": {"tokenizers", "sentencepiece", "ftfy"},
     "checkpoints": {"huggingface_hub", "yaml"},
     "engine": {"diffusers", "transformers", "torchsde"},
 }
 THIRD_PARTY = {
     **{part: BASE for parts in LAYERS[:5] for part in parts},
+    "quant": BASE | LAZY["quant"],
     "text_encoders": BASE | LAZY["text_encoders"],
     "checkpoints": BASE | LAZY["checkpoints"],
     "nodes": BASE,
