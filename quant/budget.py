@@ -113,4 +113,4 @@ def parse_decibels(text: str | float) -> float:
 
 
 def gigabytes(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.3f} MB"
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .allocation import Allocation, Choice
+from .budget import gigabytes
 from .measuring import decibels_of
 from .policy import Decision
 
@@ -64,7 +65,7 @@ class QuantizationReport:
         verb = "quantized" if self.written else "would quantize"
         after = self.file_size or self.bytes_after
         text = f"{verb} {len(self.quantized)} of {len(self.decisions)} weights as {self.format}, "
-        text += f"{self.bytes_before / 1e9:.2f} GB -> {after / 1e9:.2f} GB"
+        text += f"{gigabytes(self.bytes_before)} -> {gigabytes(after)}"
         sqnr = self.sqnr
         return text if sqnr is None else f"{text}, {'exact' if sqnr == math.inf else f'{sqnr:.2f} dB'}"
 

@@ -20,6 +20,8 @@ from nativedit.checkpoints.comparison import compare
 from nativedit.files import open_source
 from nativedit.quant.allocation import Model, allocate
 from nativedit.quant.budget import Budget, parse_decibels, parse_size, split_formats
+from nativedit.quant.calibration import Calibration, Inputs
+from nativedit.quant.craft import Craft
 from nativedit.quant.describe import describe
 from nativedit.quant.errors import QuantError
 from nativedit.quant.formats import FORMATS, parse_recipe
@@ -392,6 +394,25 @@ def test_errors_are_weighted_by_the_power_of_input_channels(source: Path):
     noise = ((restored.double() - weight.double()).square() * power.double()).sum()
     assert errors.noise[0] == pytest.approx(float(noise), rel=1e-5)
     assert errors.signal == pytest.approx(float((weight.double().square() * power.double()).sum()), rel=1e-5)
+
+
+def test_bytes_go_where_calibration_says_that_inputs_are_loud(source: Path, tmp_path: Path):
+    inputs = {f"blocks.{i}.{name}": torch.ones(256) for i in range(3) for name in ("attn.qkv", "attn.out", "mlp")}
+    for loud in ("blocks.0.mlp", "blocks.2.attn.out"):
+        calibration = Calibration(
+            "run", {name: Inputs(power, 100 * power if name == loud else power) for name, power in inputs.items()}
+        )
+        report = nativedit.quantize(
+            source,
+            tmp_path / "out.safetensors",
+            target_size="0.68MB",
+            formats=("int8_convrot", "convrot_w4a4"),
+            policy=SMALL,
+            craft=Craft(calibration=calibration),
+        )
+        stored = {decision.layer: decision.recipe and decision.recipe.format for decision in report.decisions}
+        assert stored.pop(loud) == "int8_tensorwise"
+        assert "convrot_w4a4" in stored.values()
 
 
 def test_calibration_of_another_model_is_refused(source: Path, tmp_path: Path):

@@ -298,8 +298,16 @@ def test_b15_empty_and_tied_tensors_survive(tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("recipe", ["int8_convrot", "nvfp4"])
-def test_b03_memory_does_not_grow_with_the_model(tmp_path, recipe):
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"format": "int8_convrot"},
+        {"format": "nvfp4"},
+        {"target_size": 580_000_000, "formats": ["int8_convrot", "nvfp4"]},
+    ],
+    ids=["int8_convrot", "nvfp4", "budget"],
+)
+def test_b03_memory_does_not_grow_with_the_model(tmp_path, wish):
     """A weight of 128 MB and 500 MB of others, in a process whose own memory (not the page cache) is watched."""
     path = tmp_path / "m.safetensors"
     entries = [("blocks.0.a.weight", "BF16", (16384, 4096)), ("blocks.0.b.weight", "BF16", (64, 4096))]
@@ -323,8 +331,8 @@ def test_b03_memory_does_not_grow_with_the_model(tmp_path, recipe):
         base, peak = anonymous(), [0]
         def progress(*event):
             peak[0] = max(peak[0], anonymous())
-        report = quantize({str(path)!r}, {str(tmp_path / "q.safetensors")!r}, format={recipe!r}, device="cpu",
-                          progress=progress)
+        report = quantize({str(path)!r}, {str(tmp_path / "q.safetensors")!r}, device="cpu",
+                          progress=progress, **{wish!r})
         assert len(report.quantized) == 1
         print(peak[0] - base)
     """
