@@ -1,6 +1,6 @@
 """Quantizing to int8_convrot while a file is loaded, against ComfyUI loading the file as it is: time and memory.
 
-    python benchmarks/quantize_on_load.py [--gb 1.5] [--rounds 3] [--format int8_convrot] [--folder DIR]
+    python benchmarks/quantize_on_load.py [--gb 1.5] [--rounds 2] [--format int8_convrot] [--folder DIR]
 
 In the ComfyUI that the tests find, on the CPU; each load is a process of its own, the disk's cache is warm. Core's load
 is made complete by reading every weight once: it maps the file and has read nothing when it returns. The work of
@@ -25,8 +25,6 @@ sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).resolve().parent)]
 
 from comfyui_server import version_of  # noqa: E402
 from comfyui_support import comfyui_python, find_comfyui  # noqa: E402
-
-WIDTH = 3072
 
 INSIDE = """
 import gc, importlib, importlib.util, json, os, sys, threading, time
@@ -86,13 +84,13 @@ print(json.dumps({"seconds": seconds, "added": max(peak, anonymous()) - idle, "s
 """
 
 
-def write_model(path: Path, gigabytes: float) -> None:
-    """FLUX.1's layers in its published width, as many blocks as fit; random bfloat16 weights."""
+def write_model(path: Path, gigabytes: float, width: int) -> None:
+    """FLUX.1's layers, one double block and as many single ones as fit; random bfloat16 weights."""
     import torch
 
     from nativedit.files.writer import SafetensorsWriter
 
-    entries = [(name, "BF16", shape) for name, shape in _shapes(gigabytes).items()]
+    entries = [(name, "BF16", shape) for name, shape in _shapes(gigabytes, width).items()]
     block = torch.randn(1 << 20).mul(0.02).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
     with SafetensorsWriter(path, entries) as writer:
         for name, _, shape in entries:
@@ -100,12 +98,11 @@ def write_model(path: Path, gigabytes: float) -> None:
             writer.write_bytes(name, (block * (size // len(block) + 1))[:size])
 
 
-def _shapes(gigabytes: float) -> dict[str, tuple[int, ...]]:
-    h = WIDTH
+def _shapes(gigabytes: float, h: int) -> dict[str, tuple[int, ...]]:
     layers = {"img_in": (h, 64), "txt_in": (h, 4096), "final_layer.linear": (64, h)}
     layers["final_layer.adaLN_modulation.1"] = (2 * h, h)
-    for name, width in (("time_in", 256), ("vector_in", 768)):
-        layers[f"{name}.in_layer"], layers[f"{name}.out_layer"] = (h, width), (h, h)
+    for name, inputs in (("time_in", 256), ("vector_in", 768)):
+        layers[f"{name}.in_layer"], layers[f"{name}.out_layer"] = (h, inputs), (h, h)
     norms = {}
     for stream in ("img", "txt"):
         start = f"double_blocks.0.{stream}_"
@@ -132,7 +129,8 @@ def measured(comfyui: Path, what: str, file: Path, precision: str) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.5)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--width", type=int, default=3072, help="of the model's stream, a multiple of 256")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--format", default="int8_convrot")
     parser.add_argument("--folder", help="where to write; default: a temporary folder")
     args = parser.parse_args()
@@ -141,7 +139,7 @@ def main() -> None:
         sys.exit("no ComfyUI found; set COMFYUI_PATH")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         file = Path(name) / "model.safetensors"
-        write_model(file, args.gb)
+        write_model(file, args.gb, args.width)
         print(f"ComfyUI {version_of(comfyui)}, {file.stat().st_size / 2**20:.0f} MiB of bfloat16 to {args.format}")
         runs: dict[str, list[dict[str, float]]] = {"core": [], "ours": [], "work": []}
         for _ in range(args.rounds):
