@@ -10,6 +10,7 @@ import comfyui_files as files
 import torch
 from comfyui_graphs import Graph, node
 from safetensors.torch import save_file
+from support import ROOT
 
 DIT = {
     "patch_size": 2,
@@ -107,6 +108,15 @@ def write(models: Path, dit: dict[str, Any] = DIT, glm: dict[str, Any] = GLM) ->
     for folder, (state, metadata) in tensors.items():
         (models / folder).mkdir(parents=True, exist_ok=True)
         save_file(state, models / folder / NAMES[folder], metadata)
+
+
+def example() -> Graph:
+    """The example workflow up to its latent, small; the node `save` saves that."""
+    made = json.loads((ROOT / "example_workflows" / "api" / "cogview4.json").read_text(encoding="utf-8"))
+    made = {key: value for key, value in made.items() if key in "123456"}
+    made["5"]["inputs"] |= {"width": 96, "height": 64}
+    made["6"]["inputs"]["steps"] = 3
+    return {**made, "save": node("SaveLatent", samples=["6", 0], filename_prefix="latents/cogview4_example")}
 
 
 def graph(*, size: tuple[int, int] = (96, 64), sampler: dict[str, Any] | None = None, negative: str = "") -> Graph:

@@ -10,6 +10,7 @@ import comfyui_files as files
 import torch
 from comfyui_graphs import Graph, node
 from safetensors.torch import save_file
+from support import ROOT
 
 DIT = {
     "in_channels": 16,
@@ -81,6 +82,15 @@ def write(models: Path, dit: dict[str, Any] = DIT, t5: dict[str, Any] = T5) -> N
     for folder, (state, metadata) in tensors.items():
         (models / folder).mkdir(parents=True, exist_ok=True)
         save_file(state, models / folder / NAMES[folder], metadata)
+
+
+def example() -> Graph:
+    """The example workflow up to its latent, small; the node `save` saves that."""
+    made = json.loads((ROOT / "example_workflows" / "api" / "f_lite.json").read_text(encoding="utf-8"))
+    made = {key: value for key, value in made.items() if key in "123456"}
+    made["5"]["inputs"] |= {"width": 96, "height": 64}
+    made["6"]["inputs"]["steps"] = 3
+    return {**made, "save": node("SaveLatent", samples=["6", 0], filename_prefix="latents/f_lite_example")}
 
 
 def graph(

@@ -228,6 +228,7 @@ class CogView4Transformer2DModel(DiffusionTransformer):
             )
         dim = num_attention_heads * attention_head_dim
         self.patch_size = patch_size
+        self.in_channels = in_channels
         self.head_dim = attention_head_dim
         self.rope_axes_dim = tuple(rope_axes_dim)
         self.pos_embed_max_size = pos_embed_max_size
@@ -262,6 +263,12 @@ class CogView4Transformer2DModel(DiffusionTransformer):
         Returns [B, out_channels, H, W]: the velocity noise - data. Other conditions that a host hands to every model
         are not this model's and are not read.
         """
+        if x.shape[1] != self.in_channels:
+            raise ValueError(
+                f"CogView4: this model takes {self.in_channels} latent channels and was given {x.shape[1]}. With twice "
+                "as many as its latents have it is the control variant (CogView4-Control), which is fed a control "
+                "picture beside them and is not supported; use CogView4-6B"
+            )
         height, width = x.shape[-2:]
         sizes = self._sizes(x, original_size, crop_coords, target_size)
         x = pad_to_patch_size(x, self.patch_size)

@@ -68,6 +68,10 @@ def test_with_every_setting_on_auto_the_latent_is_the_engines(latent, engine, si
     assert rel_err(made, engine(graph)) <= 1e-4
 
 
+def test_the_example_workflows_latent_is_the_engines(latent, engine):
+    assert rel_err(latent(cogview4.example()), engine(cogview4.example())) <= 1e-4
+
+
 def test_the_picture_is_decoded_and_carries_the_settings(server: Server, written: Path):
     outputs = server.run(cogview4.graph())
 

@@ -59,6 +59,10 @@ def test_the_latent_is_the_engines(latent, engine, options: dict[str, Any]):
     assert rel_err(made, engine(graph)) <= 1e-4
 
 
+def test_the_example_workflows_latent_is_the_engines(latent, engine):
+    assert rel_err(latent(f_lite.example()), engine(f_lite.example())) <= 1e-4
+
+
 def test_ksampler_with_the_published_schedule_gives_the_same_latent(latent, written: Path):
     graph = f_lite.graph(size=(64, 128))
     links = {key: graph["sampler"]["inputs"][key] for key in ("model", "positive", "negative", "latent_image")}

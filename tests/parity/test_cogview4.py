@@ -300,6 +300,17 @@ def test_control_residuals_are_added_to_image_tokens():
     assert rel_err(run_ours(module, inputs, control={"input": [torch.randn_like(zero)]}), expected) > 0.01
 
 
+def test_the_control_variant_is_called_what_it_is():
+    golden = BY_NAME["plain"]
+    shapes = {key: tuple(value.shape) for key, value in golden.weights.items()}
+    shapes["patch_embed.proj.weight"] = (shapes["patch_embed.proj.bias"][0], 2 * 64)
+    config = get_architecture("cogview4").detect(shapes)
+    assert (config["in_channels"], config["out_channels"]) == (32, 16)
+    module = CogView4Transformer2DModel(**config, device="meta")
+    with pytest.raises(ValueError, match=r"takes 32 latent channels and was given 16.*CogView4-Control.*not supported"):
+        module(torch.zeros(1, 16, 4, 4), torch.zeros(1), torch.zeros(1, 2, config["text_embed_dim"]))
+
+
 def test_heads_that_can_not_be_turned_are_refused():
     with pytest.raises(ValueError, match="attention_head_dim"):
         CogView4Transformer2DModel(attention_head_dim=6, num_attention_heads=2, device="meta")
