@@ -53,11 +53,9 @@ class Baking:
         """A sentence on patches that were left out, "" when all fit."""
         if not self.misfits:
             return ""
-        found, more = ", ".join(self.misfits[:5]), ", ..." if len(self.misfits) > 5 else ""
-        done = len(self.weights) - len(self.misfits)
-        return (
-            f"{done} of {len(self.weights)} patched weights took their patches; the others' do not fit: {found}{more}"
-        )
+        names, total = sorted(self.misfits), len(self.weights)
+        found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        return f"{total - len(names)} of {total} patched weights took their patches; the others' do not fit: {found}"
 
 
 @contextlib.contextmanager
