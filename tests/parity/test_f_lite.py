@@ -7,6 +7,7 @@ import torch
 from dit_checks import Port, bound
 from safetensors.torch import save_file
 from support import golden_cases, rel_err
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nativedit
 from nativedit.ldm.f_lite import sampling
@@ -231,6 +232,17 @@ def test_a_size_the_patches_do_not_divide_is_padded_and_cropped(size):
     padded = torch.nn.functional.pad(x, (0, size[1] % 2, 0, size[0] % 2), mode="replicate")
     out, whole = run_ours(module, inputs | {"x": x}), run_ours(module, inputs | {"x": padded})
     assert out.shape == x.shape and torch.equal(out, whole[..., : size[0], : size[1]])
+
+
+def test_attention_of_published_heads_goes_through_the_fast_kernel():
+    """With nothing else allowed, PyTorch raises where a call is not fit for it (a mask, a size, a layout)."""
+    module = FLiteTransformer(hidden_size=512, num_heads=2, depth=2, cross_attn_input_size=32).requires_grad_(False)
+    dit_checks.randomise(module)
+    inputs = {"x": torch.randn(1, 16, 8, 12), "timesteps": torch.tensor([0.7]), "context": torch.randn(1, 7, 32)}
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        fast = run_ours(module, inputs)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert rel_err(fast, run_ours(module, inputs)) <= 1e-5
 
 
 def test_compiles_into_one_graph():
