@@ -15,6 +15,7 @@ import key_layouts
 import pytest
 import torch
 from comfyui_server import at_least, environment, make_base, python_for
+from quant_rows import wanted
 from safetensors.torch import save_file
 
 pytest.importorskip("diffusers")
@@ -23,12 +24,13 @@ pytestmark = pytest.mark.comfyui
 SCRIPT = Path(__file__).parent / "inside_quant.py"
 FUNCTIONS = [
     node.name
-    for node in ast.parse(SCRIPT.read_text(encoding="utf-8")).body
+    for name in ("quant_files_checks.py", "quant_patch_checks.py")
+    for node in ast.parse(SCRIPT.with_name(name).read_text(encoding="utf-8")).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
 ]
 ROWS = [*core_models.ROWS, "prx_pixel"]
 CHECKS = [name for name in FUNCTIONS if name.startswith("check_once_")]
-CHECKS += [f"{name}[{row}]" for name in FUNCTIONS if not name.startswith("check_once_") for row in ROWS]
+CHECKS += [f"{name}[{row}]" for name in FUNCTIONS for row in ROWS if wanted(name, row)]
 
 
 def write_prx(base: Path) -> None:
