@@ -113,20 +113,25 @@ def check_weights_that_do_not_exist_before_loading_are_fine(row):
         return
     import comfy.memory_management
 
-    weights = comfy.utils.load_torch_file(str(MODELS / f"{row}.safetensors"))
-    comfy.memory_management.aimdo_enabled = True
-    try:
-        config = comfy.model_detection.model_config_from_unet(weights, "")
-        config.set_inference_dtype(torch.float32, None)
-        model = config.get_model(weights, "")
-        lazy = [layer for layer in model.diffusion_model.modules() if isinstance(layer, torch.nn.Linear)]
-        assert lazy and all(layer.weight is None for layer in lazy)
-        model.load_model_weights(weights, "", assign=True)
-    finally:
-        comfy.memory_management.aimdo_enabled = False
-    plain = load(row)
-    plain.patch_model(device_to=torch.device("cpu"))
-    assert error(apply(model, row), apply(plain.model, row)) < 1e-5
+    quantized = BASE / "output" / f"lazy_{row}.safetensors"
+    part("checkpoints.quantize").quantize(MODELS / f"{row}.safetensors", quantized, format="float8_e4m3fn")
+    for path in (MODELS / f"{row}.safetensors", quantized):
+        plain = comfy.sd.load_diffusion_model(str(path))
+        plain.patch_model(device_to=torch.device("cpu"))
+        weights = comfy.utils.load_torch_file(str(path))
+        comfy.memory_management.aimdo_enabled = True
+        try:
+            config = comfy.model_detection.model_config_from_unet(weights, "")
+            config.set_inference_dtype(torch.float32, torch.float32)
+            config.quant_config = comfy.utils.detect_layer_quantization(weights, "")
+            model = config.get_model(weights, "")
+            lazy = [layer for layer in model.diffusion_model.modules() if isinstance(layer, torch.nn.Linear)]
+            assert all(layer.weight is None for layer in lazy)
+            assert lazy or path == quantized
+            model.load_model_weights(weights, "", assign=True)
+        finally:
+            comfy.memory_management.aimdo_enabled = False
+        assert error(apply(model, row), apply(plain.model, row)) < 1e-5
 
 
 def check_a_model_in_every_format_by_cores_loader_and_saved(row):
