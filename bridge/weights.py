@@ -245,7 +245,10 @@ def _names_for_saving(patcher: Any, keys: list[str]) -> tuple[dict[str, str], di
 
 def _for_saving(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What ComfyUI would write of a model with these weights, {key of the diffusion model: tensor}."""
-    if "unet_state_dict" in inspect.signature(model.state_dict_for_saving).parameters:
+    names = inspect.signature(model.state_dict_for_saving).parameters
+    # Another pack's wrapper may take anything; ComfyUI 0.8 has no get_dtype_inference.
+    hidden = "clip_state_dict" not in names and hasattr(model, "get_dtype_inference")
+    if "unet_state_dict" in names or hidden:
         return model.state_dict_for_saving(dict(weights))
     module = model.diffusion_model  # ComfyUI 0.8 asks it itself
     module.state_dict = lambda: dict(weights)
