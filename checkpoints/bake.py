@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 
@@ -9,12 +10,12 @@ import torch
 
 from ..files.dtypes import torch_dtype
 from ..files.errors import FileError
-from ..files.source import open_source
 from ..quant.output import Assembly
 from ..quant.stream import Meter, Progress, Task, Writing
 from .load import recognise
 from .lora import Adapter, LoraReport, arrange, read_adapters
 from .opened import Checkpoint, open_checkpoint
+from .pickles import open_weights
 from .save import write_assembly
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -32,11 +33,13 @@ def bake_lora(
     """Write ``model`` with the LoRA added, in the model's own layout; everything else is copied byte for byte.
 
     Raises FileError: layers that the model does not have, quantized layers (start from the unquantized model), a kind
-    of adapter that is not understood; OutputError.
+    of adapter that is not understood; OutputError; ValueError (a strength that is no number).
     """
+    if not math.isfinite(strength):
+        raise ValueError(f"strength {strength} is no finite number")
     with open_checkpoint(model, component="transformer") as checkpoint:
         match = recognise(checkpoint, architecture=architecture)
-        with open_source(lora) as opened:
+        with open_weights(lora) as opened:
             tensors = {key: opened.read(key) for key in opened}
         card, adapters, kept = read_adapters(os.fspath(lora), tensors, match.architecture.name)
         report = LoraReport(os.fspath(destination), card.title, kept=list(kept))

@@ -16,10 +16,10 @@ import torch
 
 from ..files.errors import FileError
 from ..files.paths import refuse_same_file
-from ..files.source import open_source
 from ..files.writer import write_safetensors
 from ..supported_models import Architecture, Rule, TwoWayMap, get_architecture
 from .lora_keys import SUFFIXES, Names, Place, find_card, is_other_part, names_of, readings, split_key
+from .pickles import open_weights
 
 PREFIX = {"comfy": "diffusion_model.", "diffusers": "transformer."}
 # Tensors of an adapter whose rows are the layer's output features.
@@ -75,18 +75,21 @@ def convert_lora(
 ) -> LoraReport:
     """Write a LoRA with the layer names of ComfyUI's files ("comfy") or of diffusers ("diffusers").
 
-    model: a checkpoint of the model (its header is read) when the LoRA alone doesn't tell how wide a layer is.
-    Raises FileError: not a LoRA, keys that are no layer of the model, an adapter that can't be split; OutputError.
+    source: safetensors, or a pickle of plain tensors. model: a checkpoint of the model (its header is read) when the
+    LoRA alone doesn't tell whose it is or how wide a layer is.
+    Raises FileError: not a LoRA, half an adapter, keys that are no layer of the model, an adapter that can't be split;
+    OutputError.
     """
     if layout not in PREFIX:
         raise ValueError(f"layout {layout!r} is unknown; known are {', '.join(PREFIX)}")
     refuse_same_file(destination, [source])
-    with open_source(source) as opened:
+    # The layers of one model may all be layers of another too (FLUX.1, Chroma): the checkpoint tells them apart.
+    architecture, widths = _of_model(model, architecture)
+    with open_weights(source) as opened:
         tensors = {key: opened.read(key) for key in opened}
         metadata = dict(opened.metadata)
     card, adapters, kept = read_adapters(os.fspath(source), tensors, architecture)
     report = LoraReport(os.fspath(destination), card.title, kept=list(kept))
-    widths = _model_shapes(model, card)
     moved = arrange(os.fspath(source), card, adapters, layout, widths, report)
     result = dict(kept)
     for name, adapter in moved.items():
@@ -116,10 +119,25 @@ def read_adapters(
             adapter.spelled[word] = parts[1].replace(".default", "")
     if strange or not found:
         raise FileError(path, f"is no LoRA that is understood; keys that fit nothing: {_some(strange) or 'all'}")
+    _refuse_halves(path, found)
     card = get_architecture(architecture) if architecture else find_card(found)[0]
     if card is None:
         raise FileError(path, f"is a LoRA of a model that is not known; its first layers: {_some(list(found))}")
     return card, found, kept
+
+
+def _refuse_halves(path: str, adapters: Mapping[str, Adapter]) -> None:
+    """Raises FileError for an adapter without one of its factors, or with factors that don't fit each other."""
+    for layer, adapter in adapters.items():
+        down, up = adapter.tensors.get("down"), adapter.tensors.get("up")
+        if down is None and up is None:
+            continue
+        if down is None or up is None:
+            there = adapter.spelled["up" if down is None else "down"]
+            raise FileError(path, f"layer {layer!r} has {there} without its other factor: the file is incomplete")
+        if down.ndim < 2 or up.ndim < 2 or down.shape[0] != up.shape[1]:
+            shapes = f"{adapter.spelled['down']} {list(down.shape)} and {adapter.spelled['up']} {list(up.shape)}"
+            raise FileError(path, f"layer {layer!r} has {shapes}: their ranks differ, so they are not of one adapter")
 
 
 def placed(path: str, card: Architecture, adapters: Mapping[str, Adapter]) -> dict[Place, Adapter]:
@@ -280,6 +298,17 @@ def _fused(path: str, ours: str, parts: dict[int, Adapter], sizes: list[int], re
             path,
             f"layer {ours!r} has a {strange[0]}, which can't be joined exactly; bake the LoRA into the model (--into)",
         )
+    columns = {adapter.columns for adapter in parts.values() if adapter.columns is not None}
+    if len(columns) > 1:
+        raise FileError(
+            path, f"parts of layer {ours!r} take {sorted(columns)} features; parts of one layer take as many"
+        )
+    for i, adapter in parts.items():
+        if adapter.rows is not None and adapter.rows != sizes[i]:
+            raise FileError(
+                path,
+                f"part {i + 1} of layer {ours!r} has {adapter.rows} rows, {sizes[i]} were expected: of another model?",
+            )
     tensors: dict[str, torch.Tensor] = {}
     for word in ("diff", "diff_b"):
         if word in words:
@@ -303,7 +332,7 @@ def _joined(ours: str, parts: dict[int, Adapter], sizes: list[int], report: Lora
     alphas = [float(tensors["alpha"]) if "alpha" in tensors else None for tensors in pairs.values()]
     first = next(iter(pairs.values()))
     up = first["up"]
-    if all(torch.equal(down, downs[0]) for down in downs) and len(set(alphas)) == 1:
+    if all(_same(down, downs[0]) for down in downs) and len(set(alphas)) == 1:
         rows = [pairs[i]["up"] if i in pairs else up.new_zeros(size, up.shape[1]) for i, size in enumerate(sizes)]
         joined = {"down": downs[0], "up": torch.cat(rows)}
         return joined | ({"alpha": first["alpha"]} if "alpha" in first else {})
@@ -326,17 +355,26 @@ def _joined(ours: str, parts: dict[int, Adapter], sizes: list[int], report: Lora
     return joined
 
 
-def _model_shapes(model: str | os.PathLike | None, card: Architecture) -> dict[str, tuple[int, ...]]:
-    """Our keys and shapes of a checkpoint."""
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """By bits: torch compares no float8."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+def _of_model(
+    model: str | os.PathLike | None, architecture: str | None
+) -> tuple[str | None, dict[str, tuple[int, ...]]]:
+    """(name of the architecture, our keys and shapes) of a checkpoint."""
     if model is None:
-        return {}
+        return architecture, {}
     from .load import recognise
     from .opened import open_checkpoint
 
     with open_checkpoint(model, component="transformer") as checkpoint:
-        match = recognise(checkpoint, architecture=card.name)
+        match = recognise(checkpoint, architecture=architecture)
         own = {k[len(match.prefix) :]: v for k, v in checkpoint.shapes.items() if k.startswith(match.prefix)}
-        return match.layout.shapes(own) if match.layout else own
+        return match.architecture.name, match.layout.shapes(own) if match.layout else own
 
 
 def _some(names: list[Any]) -> str:

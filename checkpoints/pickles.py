@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +14,8 @@ import torch
 
 from ..files.dtypes import name_of
 from ..files.errors import FileError, NotSafetensors
-from ..files.header import Header, TensorInfo
+from ..files.header import Header, TensorInfo, parse_json_object
+from ..files.sniff import foreign_kind
 from ..files.source import Source, open_source
 from ..files.writer import tensor_bytes
 from ..quant.reader import read_quantized
@@ -22,6 +23,8 @@ from .opened import Checkpoint
 from .stored_config import metadata_of
 
 SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
+_INDEXES = tuple(f"{suffix}.index.json" for suffix in SUFFIXES)
+_SHARD = r"(.+)-(\d{5})-of-(\d{5})(\.\w+)"
 # Where trainers put the weights inside what they save; the first that is there is taken.
 _NESTS = ("state_dict", "model_state_dict", "module", "model", "ema", "params")
 
@@ -47,6 +50,13 @@ class PickleSource(Source):
         super().close()
 
 
+def _is_safetensors(path: Path) -> bool:
+    with open(path, "rb") as file:
+        head = file.read(9)
+    # The header's length in 8 bytes, then its JSON.
+    return head[4:8] == bytes(4) and head[8:] == b"{"
+
+
 def is_pickle(path: Path) -> bool:
     return path.is_file() and path.suffix.lower() in SUFFIXES
 
@@ -54,14 +64,19 @@ def is_pickle(path: Path) -> bool:
 @contextmanager
 def open_any(path: str | os.PathLike, *, component: str | None = None) -> Iterator[Checkpoint]:
     """``open_checkpoint`` for pickles too. Raises FileError, FileNotFoundError."""
-    with _source(Path(path), component) as source:
+    with open_weights(path, component=component) as source:
         quantized = read_quantized(source)
         yield Checkpoint(source, quantized, quantized.logical_shapes(source), metadata_of(source))
 
 
-def _source(path: Path, component: str | None) -> Source:
+def open_weights(path: str | os.PathLike, *, component: str | None = None) -> Source:
+    """``files.open_source`` for pickles too. Raises FileError, FileNotFoundError."""
+    path = Path(path)
     if is_pickle(path):
-        return _of_files(path, [path])
+        # Files are often renamed by whoever uploads them: what they are shows inside.
+        return open_source(path) if _is_safetensors(path) else _of_files(path, [path])
+    if path.name.endswith(_INDEXES) and path.is_file():
+        return _of_files(path, _indexed(path))
     folder = path / component if component is not None and (path / component).is_dir() else path
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         files = _in_folder(folder)
@@ -72,18 +87,35 @@ def _source(path: Path, component: str | None) -> Source:
 
 def _in_folder(folder: Path) -> list[Path]:
     """The pickles that make up the one model of a folder. Raises FileError when there are several."""
-    indexes = sorted(file for suffix in SUFFIXES for file in folder.glob(f"*{suffix}.index.json"))
+    indexes = sorted(file for file in folder.iterdir() if file.name.endswith(_INDEXES))
     if indexes:
-        with open(indexes[0], encoding="utf-8") as file:
-            names = sorted({os.path.basename(name) for name in json.load(file)["weight_map"].values()})
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise FileError(indexes[0], f"names the shard {missing[0]}, which is not beside it; get the missing file")
-        return [folder / name for name in names]
+        return _indexed(indexes[0])
     files = sorted(file for file in folder.iterdir() if is_pickle(file))
+    shards = [match for file in files if (match := re.fullmatch(_SHARD, file.name))]
+    if shards and len(shards) == len(files) and len({(shard[1], shard[3], shard[4]) for shard in shards}) == 1:
+        total = int(shards[0][3])
+        if missing := sorted(set(range(1, total + 1)) - {int(shard[2]) for shard in shards}):
+            raise FileError(folder, f"lacks shard {missing[0]:05d} of {total:05d}; get the missing file")
+        return files
     if len(files) > 1:
         raise FileError(folder, f"holds several pickles ({', '.join(f.name for f in files[:4])}); name the one to use")
     return files
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The shards that an index names. Raises FileError."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise FileError(index, "has no weight_map of tensor names to files; get the index again, or remove it")
+    names = sorted({os.path.basename(name) for name in weight_map.values()})
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise FileError(index, f"names the shard {missing[0]}, which is not beside it; get the missing file")
+    return [index.parent / name for name in names]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return parse_json_object(path, path.read_bytes(), path.name)
 
 
 def _of_files(path: Path, files: list[Path]) -> PickleSource:
@@ -93,24 +125,40 @@ def _of_files(path: Path, files: list[Path]) -> PickleSource:
             tensors[name] = (os.fspath(file), tensor)
     folder = path if path.is_dir() else path.parent
     config_file = folder / "config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else None
+    config = _read_json(config_file) if config_file.is_file() else None
     return PickleSource(path, tensors, config)
 
 
 def _load(file: Path) -> dict[str, torch.Tensor]:
     with open(file, "rb") as opened:
-        is_zip = opened.read(4) == b"PK\x03\x04"
+        head = opened.read(64)
+    is_zip = head.startswith(b"PK\x03\x04")
+    if not head:
+        raise NotSafetensors(file, "an empty file: an interrupted download? Get it again")
+    kind = foreign_kind(head)
+    if kind is not None and "pickle" not in kind:
+        raise NotSafetensors(file, f"not weights but {kind}")
     try:
         # Only the zip format can be mapped; older pickles are read into memory.
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        reason = _reason(error)
         raise NotSafetensors(
             file,
             f"can't be read as plain weights ({reason}). Pickles can run code when they are loaded, so only tensors "
             "are accepted: get the safetensors version of the model",
         ) from error
     return _weights(file, loaded)
+
+
+def _reason(error: Exception) -> str:
+    """One clause of what torch says; its advice to load the file unsafely is left out."""
+    text = " ".join(str(error).split())
+    if found := re.search(r"GLOBAL ([\w.]+)", text):
+        return f"it would run {found[1]}"
+    if not text or text.startswith("Weights only load failed"):
+        return "it is damaged, or holds more than tensors"
+    return re.split(r"\. (?=[A-Z])", text)[0][:160]
 
 
 def _weights(file: Path, loaded: Any) -> dict[str, torch.Tensor]:

@@ -263,3 +263,72 @@ def test_a_lora_for_another_width_is_refused_before_anything_is_written(flux, tm
     with pytest.raises(FileError, match=r"1 of its weights are not in .*double_blocks\.9\.img_attn\.proj\.weight"):
         bake_lora(tmp_path / "lora.safetensors", flux / "float32.safetensors", tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(("lost", "there"), [("lora_A.weight", "lora_B.weight"), ("lora_B.weight", "lora_A.weight")])
+def test_half_an_adapter_is_named_and_nothing_written(lost, there, flux, tmp_path):
+    state = lora_for(FLUX, "transformer.")
+    del state[f"transformer.norm_out.linear.{lost}"]
+    source, out = save(tmp_path / "half.safetensors", state), tmp_path / "out.safetensors"
+    with pytest.raises(FileError, match=f"'transformer.norm_out.linear' has {there} without its other factor"):
+        convert_lora(source, out, layout="comfy")
+    with pytest.raises(FileError, match="without its other factor"):
+        bake_lora(source, flux / "float32.safetensors", out)
+    assert not out.exists()
+
+
+def broken(key: str, *shape: int) -> dict[str, torch.Tensor]:
+    return {**lora_for(FLUX, "transformer."), f"transformer.transformer_blocks.0.attn.to_q.{key}": random(*shape)}
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "words"),
+    [
+        ("lora_A.weight", (RANK - 1, H), "their ranks differ"),
+        ("lora_A.weight", (RANK, 99), r"take \[99, 256\] features"),
+        ("lora_B.weight", (H - 1, RANK), "rows, .* were expected"),
+    ],
+)
+def test_factors_that_do_not_fit_each_other_are_named(key, shape, words, tmp_path):
+    source = save(tmp_path / "odd.safetensors", broken(key, *shape))
+    with pytest.raises(FileError, match=words):
+        convert_lora(source, tmp_path / "out.safetensors", layout="comfy")
+
+
+def test_a_checkpoint_tells_whose_layers_are_when_several_models_have_them(flux, tmp_path):
+    """Attention layers alone could be FLUX.1's or Chroma's."""
+    layers = {name: FLUX[name] for name in list(FLUX)[:3]}
+    source = save(tmp_path / "a.safetensors", lora_for(layers, "transformer."))
+    model = flux / "float32.safetensors"
+    report = convert_lora(source, tmp_path / "b.safetensors", layout="comfy", model=model)
+    assert report.architecture == "FLUX.1"
+
+
+def test_a_float8_lora_is_joined_in_its_own_type(tmp_path):
+    state = {k: v.to(torch.float8_e4m3fn) for k, v in lora_for(FLUX, "transformer.", alpha=None).items()}
+    convert_lora(save(tmp_path / "a.safetensors", state), tmp_path / "b.safetensors", layout="comfy")
+    joined = load_file(tmp_path / "b.safetensors")
+    assert {value.dtype for value in joined.values()} == {torch.float8_e4m3fn}
+    whole = change(
+        {key: value.float() for key, value in joined.items()}, "diffusion_model.double_blocks.0.img_attn.qkv"
+    )
+    exact = {key: value.float() for key, value in state.items()}
+    for number, part in enumerate(("to_q", "to_k", "to_v")):
+        own = change(exact, f"transformer.transformer_blocks.0.attn.{part}")
+        torch.testing.assert_close(whole[number * H : (number + 1) * H], own)
+
+
+def test_a_pickled_lora_is_read(tmp_path):
+    state = lora_for(FLUX, "transformer.")
+    torch.save(state, tmp_path / "a.pt")
+    convert_lora(tmp_path / "a.pt", tmp_path / "b.safetensors", layout="diffusers")
+    convert_lora(save(tmp_path / "a.safetensors", state), tmp_path / "c.safetensors", layout="diffusers")
+    assert (tmp_path / "b.safetensors").stat().st_size > 0
+    assert load_file(tmp_path / "b.safetensors").keys() == load_file(tmp_path / "c.safetensors").keys()
+
+
+def test_a_strength_that_is_no_number_is_refused(flux, tmp_path):
+    source = save(tmp_path / "a.safetensors", lora_for(FLUX, "transformer."))
+    with pytest.raises(ValueError, match="strength nan is no finite number"):
+        bake_lora(source, flux / "float32.safetensors", tmp_path / "out.safetensors", strength=float("nan"))
+    assert not (tmp_path / "out.safetensors").exists()
