@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from ..files.errors import FileError
+from ..files.header import parse_json_object
 from ..quant.stream import Progress
-from ..supported_models import Run, Target
+from ..supported_models import Run, Target, find_architecture
+from . import vae
 from .kinds import AUTOENCODER, DIFFUSION_MODEL, TEXT_ENCODER
 from .moves import Move
 from .opened import Checkpoint
@@ -51,11 +52,12 @@ def _named(folder: Path) -> list[str]:
     index = folder / "model_index.json"
     if not folder.is_dir() or not index.is_file():
         return []
-    with open(index, encoding="utf-8") as file:
-        named = json.load(file)
+    named = parse_json_object(index, index.read_bytes(), index.name)
     # A component that a pipeline does without is [null, null] there.
     return [
-        name for name, where in named.items() if name.startswith(tuple(_FOLDERS)) and where and where[0] is not None
+        name
+        for name, where in named.items()
+        if name.startswith(tuple(_FOLDERS)) and isinstance(where, list) and where and where[0] is not None
     ]
 
 
@@ -137,11 +139,27 @@ def _parts(checkpoint: Checkpoint) -> dict[str, list[str]]:
     return found
 
 
+def _refuse_other_names(checkpoint: Checkpoint) -> None:
+    """Raises FileError for what ComfyUI would not find under an all-in-one checkpoint's prefix."""
+    problem = None
+    match = find_architecture(checkpoint.shapes, metadata=checkpoint.metadata)
+    if match is not None and match.architecture.two_way is not None and match.layout is match.architecture.two_way:
+        problem = "has diffusers' names"
+    elif match is not None and match.prefix:
+        problem = f"has the prefix {match.prefix!r} already"
+    elif vae.has_diffusers_names(checkpoint):
+        problem = "has diffusers' names"
+    if problem is not None:
+        raise FileError(
+            checkpoint.path, f"{problem}; make ComfyUI's file of it first (nativedit convert SOURCE FILE.safetensors)"
+        )
+
+
 def join(
     parts: Mapping[str, str | os.PathLike], destination: str | os.PathLike, *, progress: Progress | None = None
 ) -> ConversionReport:
     """An all-in-one checkpoint of several files: prefix ("model.diffusion_model.", "text_encoders.t5xxl.", "vae.")
-    -> file. Raises FileError, ValueError (a prefix that ComfyUI does not know)."""
+    -> file with ComfyUI's names. Raises FileError (other names), ValueError (a prefix that ComfyUI does not know)."""
     for prefix in parts:
         if not prefix.endswith(".") or not any(prefix.startswith(start) for start in _PARTS):
             raise ValueError(f"prefix {prefix!r} is not one of {', '.join(_PARTS)} (a text encoder's name follows it)")
@@ -149,6 +167,7 @@ def join(
         moves = []
         for prefix, path in parts.items():
             checkpoint = stack.enter_context(open_any(path))
+            _refuse_other_names(checkpoint)
             targets = [Target(key, shape, (Run(key),)) for key, shape in checkpoint.shapes.items()]
             moves.append((prefix, Move(checkpoint, targets)))
         write_file(destination, moves, {}, progress)

@@ -41,6 +41,9 @@ def convert(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} is unknown; known are {', '.join(LAYOUTS)}")
+    if not os.fspath(source):
+        # Path("") would be the folder that the command was called in.
+        raise ValueError("no source was named")
     path = Path(source)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")

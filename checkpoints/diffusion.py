@@ -191,6 +191,8 @@ def _check_counts(checkpoint: Checkpoint, match: Match, config: Mapping[str, Any
     for name in _COUNTS:
         said, found = (config or {}).get(name), match.config.get(name)
         if said is not None and found is not None and said != found:
+            lost = isinstance(said, int) and said > found
+            problem = "a part is missing" if lost else "it is the config.json of another model"
             raise FileError(
-                checkpoint.path, f"its config.json says {name} = {said}, the weights have {found}: a part is missing"
+                checkpoint.path, f"its config.json says {name} = {said}, the weights have {found}: {problem}"
             )

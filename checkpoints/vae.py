@@ -41,6 +41,11 @@ _UP = r"^decoder\.up_blocks\.(\d+)\.(?:resnets\.(\d+)|upsamplers\.0)\."
 _ATTENTION = r"\.attn_1\.(?:q|k|v|proj_out)\.weight$|\.attentions\.0\.to_(?:q|k|v|out\.0)\.weight$"
 
 
+def has_diffusers_names(checkpoint: Checkpoint) -> bool:
+    """Whether it is a KL autoencoder under names that ComfyUI's own files don't have."""
+    return any(prefix + _DIFFUSERS_MARK in checkpoint.shapes for prefix in PREFIXES)
+
+
 def to_comfy(checkpoint: Checkpoint) -> tuple[str, Move, dict[str, str]]:
     """(title, what to write, header entries). Raises FileError."""
     title, targets, _ = _targets(checkpoint, original=True)

@@ -260,6 +260,21 @@ def test_a_checkpoint_of_several_parts_splits_and_joins_to_the_bit(tmp_path):
         join({"unet.": parts["vae."]}, tmp_path / "x.safetensors")
 
 
+def test_parts_that_comfyui_would_not_find_are_not_joined(tmp_path):
+    folder = pipeline(tmp_path / "p")
+    write_folder(tmp_path / "flux", tiny_module("flux_dev"))
+    out = tmp_path / "all.safetensors"
+    with pytest.raises(FileError, match="flux: has diffusers' names; make ComfyUI's file of it first"):
+        join({"model.diffusion_model.": tmp_path / "flux"}, out)
+    with pytest.raises(FileError, match="vae: has diffusers' names"):
+        join({"vae.": folder / "vae"}, out)
+    convert(tmp_path / "flux", tmp_path / "flux.safetensors")
+    join({"model.diffusion_model.": tmp_path / "flux.safetensors"}, tmp_path / "once.safetensors")
+    with pytest.raises(FileError, match=r"has the prefix 'model\.diffusion_model\.' already"):
+        join({"model.diffusion_model.": tmp_path / "once.safetensors"}, out)
+    assert not out.exists()
+
+
 def test_a_key_of_no_part_stops_the_splitting(tmp_path):
     state = {"model.diffusion_model.a.weight": torch.zeros(2), "vae.b": torch.zeros(2), "strange": torch.zeros(1)}
     save_file(state, tmp_path / "all.safetensors")

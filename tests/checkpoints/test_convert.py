@@ -147,6 +147,63 @@ def test_a_folder_of_bin_shards_converts(tmp_path):
         convert(pickled, tmp_path / "c.safetensors")
 
 
+def bin_shards(folder) -> None:
+    folder.mkdir()
+    for number in (1, 2):
+        torch.save({f"a{number}.weight": torch.zeros(2)}, folder / f"model-0000{number}-of-00002.bin")
+
+
+def test_bin_shards_need_no_index_to_be_one_model(tmp_path):
+    state = read_all(write_folder(tmp_path / "there", tiny_module("lumina2")))
+    keys = list(state)
+    (tmp_path / "bins").mkdir()
+    for number in (0, 1):
+        torch.save({key: state[key] for key in keys[number::2]}, tmp_path / f"bins/model-0000{number + 1}-of-00002.bin")
+    convert(tmp_path / "there", tmp_path / "a.safetensors")
+    convert(tmp_path / "bins", tmp_path / "b.safetensors")
+    assert same(load_file(tmp_path / "a.safetensors"), load_file(tmp_path / "b.safetensors"))
+    index = tmp_path / "bins/model.bin.index.json"
+    weight_map = {key: f"model-0000{position % 2 + 1}-of-00002.bin" for position, key in enumerate(keys)}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    convert(index, tmp_path / "c.safetensors")
+    assert same(load_file(tmp_path / "a.safetensors"), load_file(tmp_path / "c.safetensors"))
+    index.unlink()
+    (tmp_path / "bins/model-00001-of-00002.bin").unlink()
+    with pytest.raises(FileError, match="lacks shard 00001 of 00002"):
+        convert(tmp_path / "bins", tmp_path / "d.safetensors")
+
+
+BROKEN = [(name, text) for name in ("model.bin.index.json", "config.json", "model_index.json") for text in ("{", "[]")]
+MAPLESS = [("model.bin.index.json", text) for text in ("{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}')]
+
+
+@pytest.mark.parametrize(("name", "text"), BROKEN + MAPLESS)
+def test_a_broken_json_beside_the_weights_is_named(name, text, tmp_path):
+    bin_shards(tmp_path / "bins")
+    (tmp_path / "bins" / name).write_text(text)
+    with pytest.raises(FileError, match=name.replace(".", r"\.")):
+        convert(tmp_path / "bins", tmp_path / "out.safetensors")
+
+
+def test_safetensors_under_a_pickles_name_are_read_as_what_they_are(tmp_path):
+    write_folder(tmp_path / "there", tiny_module("sd35_large"))
+    convert(tmp_path / "there", tmp_path / "a.safetensors")
+    (tmp_path / "a.ckpt").write_bytes((tmp_path / "a.safetensors").read_bytes())
+    convert(tmp_path / "a.ckpt", tmp_path / "b.safetensors")
+    assert same(load_file(tmp_path / "a.safetensors"), load_file(tmp_path / "b.safetensors"))
+
+
+def test_a_web_page_under_a_pickles_name_is_called_one(tmp_path):
+    (tmp_path / "a.ckpt").write_text("<!doctype html><html></html>")
+    with pytest.raises(FileError, match="a web page"):
+        convert(tmp_path / "a.ckpt", tmp_path / "b.safetensors")
+
+
+def test_an_empty_source_is_not_the_current_folder(tmp_path):
+    with pytest.raises(ValueError, match="no source was named"):
+        convert("", tmp_path / "b.safetensors")
+
+
 class Canary:
     def __reduce__(self):
         return (os.mkdir, (os.environ["NATIVEDIT_CANARY"],))
@@ -155,7 +212,7 @@ class Canary:
 def test_code_in_a_pickle_is_never_run(tmp_path, monkeypatch):
     monkeypatch.setenv("NATIVEDIT_CANARY", str(tmp_path / "ran"))
     torch.save({"a.weight": torch.zeros(2), "b": Canary()}, tmp_path / "evil.pth")
-    with pytest.raises(FileError, match="safetensors version"):
+    with pytest.raises(FileError, match=r"it would run \w+\.mkdir.*safetensors version"):
         convert(tmp_path / "evil.pth", tmp_path / "out.safetensors")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out.safetensors").exists()
 
@@ -202,7 +259,10 @@ def test_a_folder_that_lacks_its_last_blocks_is_noticed_by_its_configuration(tmp
     folder = write_folder(tmp_path / "there", tiny_module("wan21_t2v_14b"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_layers": 5}))
-    with pytest.raises(FileError, match="says num_layers = 5, the weights have 2"):
+    with pytest.raises(FileError, match="says num_layers = 5, the weights have 2: a part is missing"):
+        convert(folder, tmp_path / "out.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "num_layers": 1}))
+    with pytest.raises(FileError, match=r"the weights have 2: it is the config\.json of another model"):
         convert(folder, tmp_path / "out.safetensors")
 
 
