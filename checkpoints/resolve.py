@@ -132,6 +132,8 @@ def _variant(roots: ModelRoots, kinds: list[str], name: str) -> Resolved | None:
     """The same model in another precision."""
     base = without_precision(name)
     found = [file for kind in kinds for file in roots.files(kind) if without_precision(file.name) == base]
+    # Asked for without its ending, a file that is there is meant itself.
+    found = [file for file in found if Path(file.name).stem == _parts(name)[-1]] or found
     listed = {known for card in architectures() for known in card.downloads if without_precision(known) == base}
     return best_of(found, listed)
 

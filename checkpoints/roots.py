@@ -116,6 +116,8 @@ def read_extra_paths(file: Path) -> dict[str, list[Path]]:
     with open(file, encoding="utf-8") as opened:
         try:
             content = yaml.safe_load(opened)
+        except UnicodeDecodeError:
+            raise FileError(file, "is not UTF-8 text; save it as UTF-8, which ComfyUI wants too") from None
         except yaml.YAMLError as error:
             raise FileError(file, f"is not valid YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(content, Mapping):

@@ -314,6 +314,20 @@ def test_a_file_of_paths_that_is_none_is_an_error(text, models, tmp_path):
         resolve("a", models_dir=models, extra_paths=tmp_path / "mine.yaml")
 
 
+def test_a_file_of_paths_in_another_encoding_is_named(models, tmp_path):
+    pytest.importorskip("yaml")
+    (tmp_path / "mine.yaml").write_bytes("a:\n  vae: x\n".encode("utf-16"))
+    with pytest.raises(FileError, match=r"mine\.yaml: is not UTF-8"):
+        resolve("a", models_dir=models, extra_paths=tmp_path / "mine.yaml")
+
+
+def test_a_name_without_its_ending_means_that_file_before_a_better_one(models):
+    write(models / "diffusion_models/z_bf16.safetensors", "bf16")
+    write(models / "diffusion_models/z_fp8.safetensors", "fp8")
+    assert found("z_bf16", models) == "diffusion_models/z_bf16.safetensors"
+    assert found("z", models) == "diffusion_models/z_fp8.safetensors"
+
+
 def test_nothing_found_says_where_was_looked_and_what_is_similar(models):
     write(models / "diffusion_models/z_image_turbo_bf16.safetensors")
     with pytest.raises(Unresolved) as error:
