@@ -55,7 +55,7 @@ def policy_of(name: str) -> str:
 
 
 def budget_of(target_size: float, min_sqnr: float) -> Wish:
-    """The node's budget (GB, decibels, 0 = none) among the formats that ComfyUI holds here and that the device is fast at."""
+    """The node's budget (GB, decibels, 0 = none), among formats that ComfyUI holds here and the device is fast at."""
     device = comfy.model_management.get_torch_device()
     kind = device.type if device.type == "mps" else ""
     if device.type == "cuda" and torch.version.hip is None:
