@@ -35,7 +35,8 @@ def to_comfy(checkpoint: Checkpoint, architecture: str | None = None) -> tuple[M
     two_way = match.architecture.two_way
     if two_way is None:
         targets = _native_targets(checkpoint, match, shapes)
-        metadata["config"] = json.dumps({"transformer": _arguments(match, config)}, sort_keys=True)
+        arguments = {k: v for k, v in _arguments(match, config).items() if k in _accepted(match)}
+        metadata["config"] = json.dumps({"transformer": arguments}, sort_keys=True)
         return match, Move(checkpoint, targets), metadata
     constants: dict[str, torch.Tensor] = {}
     if match.layout is two_way:
@@ -105,10 +106,9 @@ def published_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 def _native_targets(checkpoint: Checkpoint, match: Match, shapes: Mapping[str, tuple[int, ...]]) -> list[Target]:
     """Under the names of our module, checked against it key by key and shape by shape."""
-    cls = match.architecture.module_class()
     config = published_config(checkpoint) or {}
-    known = {k: v for k, v in config.items() if k in inspect.signature(cls.__init__).parameters}
-    module = cls(**{**match.config, **known}, device="meta", operations=torch.nn)
+    known = {k: v for k, v in config.items() if k in _accepted(match)}
+    module = match.architecture.module_class()(**{**match.config, **known}, device="meta", operations=torch.nn)
     expected = {key: tuple(value.shape) for key, value in module.state_dict().items()}
     quantized = {layer.keys["weight"] for layer in checkpoint.quantized.layers.values()}
     targets = []
@@ -175,6 +175,11 @@ def _arguments(match: Match, published: Mapping[str, Any] | None) -> dict[str, A
     """Constructor arguments: what shapes tell, and what the publisher says beyond."""
     said = {key: value for key, value in (published or {}).items() if not key.startswith("_")}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in {**match.config, **said}.items()}
+
+
+def _accepted(match: Match) -> Mapping[str, Any]:
+    """What our module can be told. Publishers' files say more: a dropout, how their own code multiplies experts."""
+    return inspect.signature(match.architecture.module_class().__init__).parameters
 
 
 def _refuse(checkpoint: Checkpoint, match: Match, missing: list[str], unexpected: list[str]) -> None:

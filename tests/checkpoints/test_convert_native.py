@@ -48,6 +48,19 @@ def test_a_published_folder_becomes_one_file_that_needs_no_folder(golden, tmp_pa
 
 
 @goldens
+def test_what_the_publisher_says_about_its_own_code_alone_does_not_keep_the_file_from_loading(golden, tmp_path):
+    folder = published(golden, tmp_path / "there")
+    said = json.loads((folder / "config.json").read_text()) | {"dropout": 0.0, "use_grouped_mm": True}
+    (folder / "config.json").write_text(json.dumps(said))
+
+    convert(folder, tmp_path / "model.safetensors")
+    load_diffusion_model(tmp_path / "model.safetensors")
+
+    convert(tmp_path / "model.safetensors", tmp_path / "back", layout="diffusers")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == said
+
+
+@goldens
 def test_and_comes_back_as_it_was_published(golden, tmp_path):
     folder = published(golden, tmp_path / "there")
     convert(folder, tmp_path / "model.safetensors")
