@@ -41,6 +41,23 @@ TEXT = {
     "layer_types": ["sliding_attention", "full_attention"],
     "block_norms": "gemma2",
 }
+# Wide enough for every quantization format.
+WIDE_DIT = DIT | {
+    "num_attention_heads": 8,
+    "num_cross_attention_heads": 8,
+    "cross_attention_dim": 256,
+    "caption_channels": 256,
+}
+WIDE_GEMMA = TEXT | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 128,
+    "embed_scale": 16.0,
+}
+NAMES = {"diffusion_models": "sana_wide.safetensors", "text_encoders": "gemma_wide.safetensors"}
 MODEL, SPRINT_MODEL, CLIP, VAE = (
     "sana.safetensors",
     "sana_sprint.safetensors",
@@ -65,8 +82,8 @@ def tokenizer() -> Tokenizer:
     return trained
 
 
-def text_config() -> dict[str, Any]:
-    return {**TEXT, "vocab_size": tokenizer().get_vocab_size()}
+def text_config(config: dict[str, Any] = TEXT) -> dict[str, Any]:
+    return {**config, "vocab_size": tokenizer().get_vocab_size()}
 
 
 def dit_state(config: dict[str, Any], seed: int = 21) -> dict[str, torch.Tensor]:
@@ -75,10 +92,10 @@ def dit_state(config: dict[str, Any], seed: int = 21) -> dict[str, torch.Tensor]
     return files.random_state(SanaTransformer2DModel(**config, device="meta"), seed)
 
 
-def text_state() -> dict[str, torch.Tensor]:
+def text_state(config: dict[str, Any] = TEXT) -> dict[str, torch.Tensor]:
     from nativedit.text_encoders.language_model import LanguageModel
 
-    return files.random_state(LanguageModel(**text_config(), device="meta"), 23)
+    return files.random_state(LanguageModel(**text_config(config), device="meta"), 23)
 
 
 def published(state: dict[str, torch.Tensor], tokens: int | None = None) -> dict[str, torch.Tensor]:
@@ -134,13 +151,22 @@ def write(folder: Path) -> None:
     save_file(state, diffusion / "sana_4k.safetensors", files.header("transformer", LARGE))
     torch.save({"state_dict": published(state)}, diffusion / "sana.pth")
     torch.save({"state_dict": published(state, 128 * 128)}, diffusion / "sana_4k.pth")
-    text = {**text_state(), **tokenizer_tensors()}
-    save_file(
-        text, folder / "text_encoders" / CLIP, files.header("text_encoder", {"family": "gemma2", **text_config()})
-    )
+    write_text_encoder(folder / "text_encoders" / CLIP)
     autoencoder = files.random_state(files.autoencoder("dc_ae", device="meta"), 25)
     save_file(autoencoder, folder / "vae" / VAE)
     save_file(files.publishers_dc_ae(autoencoder), folder / "vae" / PUBLISHERS_VAE)
+
+
+def write_text_encoder(path: Path, config: dict[str, Any] = TEXT) -> None:
+    header = files.header("text_encoder", {"family": "gemma2", **text_config(config)})
+    save_file({**text_state(config), **tokenizer_tensors()}, path, header)
+
+
+def write_wide(models: Path) -> None:
+    """The transformer and the text encoder alone, both wide."""
+    config = files.header("transformer", WIDE_DIT)
+    save_file(dit_state(WIDE_DIT), models / "diffusion_models" / NAMES["diffusion_models"], config)
+    write_text_encoder(models / "text_encoders" / NAMES["text_encoders"], WIDE_GEMMA)
 
 
 def tokenizer_tensors() -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import cogview4_files as cogview4
 import f_lite_files as f_lite
 import pytest
+import sana_files as sana
 import torch
 from comfyui_server import environment, make_base, python_for
 from safetensors.torch import save_file
@@ -19,8 +20,12 @@ from safetensors.torch import save_file
 pytestmark = pytest.mark.comfyui
 
 SCRIPT = Path(__file__).parent / "inside_life.py"
-ROWS = {"cogview4": cogview4, "f_lite": f_lite}
-
+# Files, how to write them, and channels of the latent.
+ROWS = {
+    "cogview4": (cogview4, lambda models: cogview4.write(models, cogview4.WIDE_DIT, cogview4.WIDE_GLM), 16),
+    "f_lite": (f_lite, lambda models: f_lite.write(models, f_lite.WIDE_DIT, f_lite.WIDE_T5), 16),
+    "sana": (sana, sana.write_wide, 32),
+}
 
 CHECKS = [
     node.name
@@ -31,15 +36,14 @@ CHECKS = [
 
 def write(base: Path, row: str) -> None:
     """The tiny files of a row under its name, and inputs for its transformer."""
-    module = ROWS[row]
-    text = module.WIDE_GLM if row == "cogview4" else module.WIDE_T5
-    module.write(base / "models", module.WIDE_DIT, text)
+    module, write_files, channels = ROWS[row]
+    write_files(base / "models")
     for folder in ("diffusion_models", "text_encoders"):
         (base / "models" / folder / module.NAMES[folder]).rename(base / "models" / folder / f"{row}.safetensors")
     generator = torch.Generator().manual_seed(0)
     given = {
-        "x": torch.randn(1, 16, 8, 12, generator=generator),
-        "timesteps": torch.tensor([400.0 if row == "cogview4" else 0.4]),
+        "x": torch.randn(1, channels, 8, 12, generator=generator),
+        "timesteps": torch.tensor([0.4 if row == "f_lite" else 400.0]),
         "context": torch.randn(1, 16, 256, generator=generator),
     }
     save_file(given, base / "inputs" / f"{row}.safetensors")
