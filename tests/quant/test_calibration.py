@@ -22,6 +22,15 @@ N, K, TOKENS = 256, 512, 64
 LAYER = "blocks.0.mlp.up"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Products this small take longer in several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def _noise(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -51,9 +60,7 @@ def _quantized(tmp_path, weight, format, craft, prefix="model.diffusion_model.")
     source, target = tmp_path / "model.safetensors", tmp_path / "quantized.safetensors"
     save_file({f"{prefix}{LAYER}.weight": weight, f"{prefix}norm.weight": torch.ones(K)}, source)
     report = quantize(source, target, format=format, policy={"min_weights": 0, "include": [LAYER]}, craft=craft)
-    tensors = {
-        key.removeprefix(f"{prefix}{LAYER}."): value for key, value in load_file(target).items() if LAYER in key
-    }
+    tensors = {key.removeprefix(f"{prefix}{LAYER}."): value for key, value in load_file(target).items() if LAYER in key}
     return tensors, report
 
 
