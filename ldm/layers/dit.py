@@ -11,10 +11,12 @@ from torch.utils.checkpoint import checkpoint
 class DiffusionTransformer(torch.nn.Module):
     """Base class: ``forward`` goes through the host's wrapper if there is one, ``_forward`` is the model.
 
-    ``repeated_blocks`` names the classes that a host may compile, offload or shard one by one.
+    ``repeated_blocks`` names the classes that a host may compile, offload or shard one by one; ``context_width`` is
+    that of the text states the model reads, None = not checked.
     """
 
     repeated_blocks: tuple[str, ...] = ()
+    context_width: int | None = None
     wrap_forward: Callable[..., torch.Tensor] | None = None
     gradient_checkpointing: bool = False
 
@@ -28,7 +30,15 @@ class DiffusionTransformer(torch.nn.Module):
     def forward(
         self, x, timesteps, context, attention_mask=None, control=None, transformer_options=None, **conditions
     ) -> torch.Tensor:
-        """See the model's ``_forward`` for shapes; conditions are the model's own, by the reference's names."""
+        """See the model's ``_forward`` for shapes; conditions are the model's own, by the reference's names.
+
+        Raises ValueError for text states of another width than the model's.
+        """
+        if context is not None and self.context_width not in (None, context.shape[-1]):
+            raise ValueError(
+                f"the prompt is {context.shape[-1]} numbers wide, {type(self).__name__} reads {self.context_width}: it "
+                "was encoded by another model's text encoder; load the one that belongs to the diffusion model"
+            )
         options = {} if transformer_options is None else transformer_options
         if self.wrap_forward is None:
             return self._forward(x, timesteps, context, attention_mask, options, control=control, **conditions)

@@ -204,6 +204,7 @@ class NucleusMoEImageTransformer2DModel(DiffusionTransformer):
         if len(capacity_factors) != num_layers:
             raise ValueError(f"Nucleus-Image: {len(capacity_factors)} capacity_factors for {num_layers} blocks")
         self.patch_size = patch_size
+        self.context_width = joint_attention_dim
         self.axes_dims_rope = tuple(axes_dims_rope)
         self.num_key_value_heads = kv_heads
         self.capacity_factors = tuple(capacity_factors)

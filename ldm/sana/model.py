@@ -266,6 +266,7 @@ class SanaTransformer2DModel(DiffusionTransformer):
         if interpolation_scale is not None and dim % 4:
             raise ValueError(f"Sana: a position table needs a width that 4 divides, and {dim} is none")
         self.patch_size = patch_size
+        self.context_width = caption_channels
         self.guidance_embeds_scale = guidance_embeds_scale
         self.timestep_scale = timestep_scale
         factory = {"device": device, "dtype": dtype, "operations": operations}

@@ -490,3 +490,12 @@ def test_every_format_takes_all_experts_as_core_can_multiply_them(name, bank, do
     assert len(found) == 32 * 6 + 3 * 2 + 29 * 4
     assert found["transformer_blocks.3.img_mlp.experts.down_proj"] == bank
     assert found["transformer_blocks.3.img_mlp.shared_expert.net.2"] == down
+
+
+def test_text_states_of_another_encoder_are_refused_in_words():
+    golden = MOE[0]
+    module = NucleusMoEImageTransformer2DModel(**golden.config)
+    inputs = golden.group("inputs")
+    wide = torch.nn.functional.pad(inputs["encoder_hidden_states"], (0, 8))
+    with pytest.raises(ValueError, match="another model's text encoder"):
+        run_ours(module, inputs | {"encoder_hidden_states": wide})
