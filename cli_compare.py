@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 from pathlib import Path
 
 
@@ -59,12 +61,20 @@ def _card_sigmas(card, steps: int, latent_height: int, latent_width: int) -> lis
 
 
 def _sigmas(text: str) -> list[float]:
+    """The sigmas to sample at, two or more and falling. Raises ValueError, FileError."""
     if text.endswith(".safetensors"):
-        return _one_tensor(text).flatten().tolist()
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--sigmas takes numbers with commas between, or a safetensors file, not {text!r}") from None
+        sigmas = _one_tensor(text).flatten().tolist()
+    else:
+        try:
+            sigmas = [float(part) for part in text.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"--sigmas takes numbers with commas between, or a safetensors file, not {text!r}"
+            ) from None
+    falling = all(following < sigma for sigma, following in itertools.pairwise(sigmas))
+    if len(sigmas) < 2 or not falling or not math.isfinite(sigmas[0]) or sigmas[-1] < 0:
+        raise ValueError(f"--sigmas {text}: two or more falling numbers are needed, such as 1,0.75,0.5,0")
+    return sigmas
 
 
 def _one_tensor(path: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -159,7 +160,7 @@ def _check_number(given: Any, item: Any) -> tuple[str | None, Any]:
         if isinstance(given, bool) or not isinstance(given, (int, float, str)):
             raise ValueError
         value = float(given) if not whole else int(given) if isinstance(given, (int, str)) else int(float(given))
-        if whole and isinstance(given, float) and value != given:
+        if not math.isfinite(value) or (whole and isinstance(given, float) and value != given):
             raise ValueError
     except (ValueError, OverflowError):
         return f"wants {word}, found {given!r}", given

@@ -47,6 +47,12 @@ def failure(run, graph: Any, **options: Any) -> str:
 # the graph
 
 
+@pytest.mark.parametrize("cfg", [float("nan"), float("inf"), "nan"])
+def test_a_number_that_is_none_is_refused(run, graph: dict, nothing_loads: None, cfg: Any):
+    graph["sampler"]["inputs"]["cfg"] = cfg
+    assert problems(run, graph) == [f"node sampler KSampler: input cfg wants a number, found {cfg!r}"]
+
+
 def test_every_problem_comes_in_one_report_before_anything_is_loaded(run, graph: dict, nothing_loads: None):
     graph["model"]["inputs"]["unet_name"] = "gone.safetensors"
     graph["sampler"]["inputs"] |= {"steps": 0, "sampler_name": "euler2", "cfg": "much"}

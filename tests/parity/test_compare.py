@@ -178,6 +178,12 @@ def test_noise_of_another_shape_is_refused(tmp_path):
         compare("prx", noise=torch.zeros(1, 4, 8, 8), sigmas=[1.0, 0.0])
 
 
+@pytest.mark.parametrize("sigmas", ["1", "0,1", "1,1,0", "nan,0", "inf,0", "1,nan,0", "1,-1"])
+def test_sigmas_that_do_not_fall_are_refused_with_an_example(sigmas, capsys):
+    assert main(["compare", "prx", "--sigmas", sigmas]) == 2
+    assert f"--sigmas {sigmas}: two or more falling numbers are needed" in capsys.readouterr().err
+
+
 # checkpoints
 
 
