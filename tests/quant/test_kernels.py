@@ -119,6 +119,18 @@ def test_the_two_short_products_round_as_the_long_one(group, weight):
     assert torch.equal(rotated(weight, group), rotate_int8_convrot_weight(weight, group))
 
 
+@pytest.mark.parametrize("group", [64, 256])
+def test_rows_that_follow_the_matrix_round_as_in_the_long_product(group):
+    generator = torch.Generator().manual_seed(group)
+    rows = 1 + torch.randint(0, 128, (8192, group), generator=generator) / 128
+    small = torch.rand(8192, group, generator=generator) < 0.1
+    rows = torch.where(small, rows * 2.0 ** torch.randint(-13, -5, rows.shape, generator=generator), rows)
+    columns = torch.randint(0, group, (8192,), generator=generator)
+    signs = rotate_int8_convrot_weight(torch.eye(group), group)[columns].sign()
+    weight = (rows * signs).to(torch.bfloat16)
+    assert torch.equal(rotated(weight, group), rotate_int8_convrot_weight(weight, group))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_broken_weight_shows_in_the_peak(value):
     weight = _noise(12, 8, 8).to(torch.bfloat16)
