@@ -11,12 +11,14 @@ import torch
 from ..files import Source, open_source
 from ..files.dtypes import FLOAT_NAMES, name_of, parse_dtype
 from .canonical import entry_bytes, kept_metadata
+from .errors import QuantError
 from .formats import FORMATS
+from .kernels import peak_of
 from .layer import Layer, dequantize_rows
 from .output import Assembly, assemblies_for, write_output
 from .reader import read_quantized, settle_conflicts
 from .report import QuantizationReport
-from .stream import Meter, Progress, Task, Writing, row_runs
+from .stream import Meter, Progress, RowRun, Task, Writing, row_runs
 
 __all__ = ["dequantize"]
 
@@ -33,7 +35,8 @@ def dequantize(
     """Undo quantization: every quantized or float8 weight becomes ``dtype``, side tensors and markers disappear.
 
     Tensors that are not quantized are copied byte for byte. Padding is undone as far as the file says (our record, the
-    bias, the scale of the input); what is left is reported. Raises QuantError for layers that can't be read rightly.
+    bias, the scale of the input); what is left is reported. Raises QuantError for layers that can't be read rightly,
+    or that come out NaN or infinite.
     """
     started = time.monotonic()
     target = parse_dtype(dtype)
@@ -99,7 +102,19 @@ def _dequantize_tasks(source: Source, layer: Layer, dtype: torch.dtype, writing:
         def handle(weight: torch.Tensor, run=run) -> None:
             if factor is not None:
                 weight = weight * factor  # the factor belongs to the input: W (x * s) = (W * s) x
+            _refuse_broken(source, layer, run, weight)
             offset = (run.expert * rows + run.start) * columns * dtype.itemsize
             writing.put(f"{layer.name}.weight", weight, offset)
 
         yield Task(load, handle, stored // len(runs), layer.name)
+
+
+def _refuse_broken(source: Source, layer: Layer, run: RowRun, weight: torch.Tensor) -> None:
+    if weight.numel() and not torch.isfinite(peak_of(weight)):
+        advice = "the file is broken. Get it again"
+        if weight.dtype == torch.float16:
+            advice = "too large for float16, or broken; try bfloat16 (--dtype bfloat16)"
+        raise QuantError(
+            source.where(layer.keys["weight"]),
+            f"layer {layer.name!r} has NaN or infinite weights in rows {run.start} to {run.stop - 1}: {advice}",
+        )

@@ -555,3 +555,15 @@ def test_describing_a_quantized_file_of_40_gigabytes_reads_its_header_and_marker
         info = describe(source)
     assert path.stat().st_size > 39 * 10**9 and sum(read) == 40 * len(marker)
     assert info.counts == {"float8_e4m3fn": 40} and info.comfyui == "0.4.0"
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(float("nan"), "bfloat16"), (1e30, "float16")])
+def test_weights_that_come_out_infinite_or_nan_are_refused_when_dequantizing(tmp_path, weight, scale, dtype):
+    tensors = stored(weight, "int8_convrot")
+    tensors["weight_scale"] = tensors["weight_scale"] * scale
+    target = tmp_path / "out.safetensors"
+    entries = layer(tensors, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256})
+    save_file(entries, tmp_path / "odd.safetensors")
+    with pytest.raises(QuantError, match=r"'blocks\.0\.up' has NaN or infinite weights"):
+        dequantize(tmp_path / "odd.safetensors", target, dtype=dtype)
+    assert not target.exists()
