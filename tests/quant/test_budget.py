@@ -436,7 +436,7 @@ def test_sizes_and_decibels_are_read_as_people_write_them():
     for wrong in ("", "six", "-3GB", "0", "3iB", "inf"):
         with pytest.raises(ValueError, match="no size"):
             parse_size(wrong)
-    for wrong in ("loud", "nan", "inf dB"):
+    for wrong in ("loud", "nan", "inf dB", "9999dB"):
         with pytest.raises(ValueError, match="no signal to noise ratio"):
             parse_decibels(wrong)
     assert split_formats("a:x=1,y=2, b") == ["a:x=1,y=2", "b"]
