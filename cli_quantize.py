@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -103,8 +104,7 @@ class Quantize:
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
-        if args.report is not None:
-            report_kind(args.report)
+        _check_outputs(args)
         measuring = args.report or args.target_size or args.min_sqnr
         only_headers = args.dry_run and not measuring
         with _progress(args.quiet or only_headers) as progress:
@@ -139,6 +139,22 @@ class Quantize:
             with open(args.save_policy, "w", encoding="utf-8") as file:
                 file.write(report_policy(report_data(report)))
         return _done(report)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Before the work: a report or a policy that can't be written, or that would take a model's place."""
+    if args.report is not None:
+        report_kind(args.report)
+    if args.save_policy is not None and not args.save_policy.endswith(".toml"):
+        raise ValueError(f"{args.save_policy}: a policy is written as .toml")
+    inputs = [path for path in (args.source, args.destination, args.policy, args.calibration) if path is not None]
+    for path in filter(None, (args.report, args.save_policy)):
+        folder = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(folder):
+            raise ValueError(f"{path}: there is no folder {folder}; make it first")
+        taken = next((one for one in inputs if os.path.realpath(one) == os.path.realpath(path)), None)
+        if taken is not None and not (path == args.save_policy and taken == args.policy):
+            raise ValueError(f"{path}: would overwrite {taken}; give another name")
 
 
 def _craft(args: argparse.Namespace) -> Craft:

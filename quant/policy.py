@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .formats import FORMATS, Recipe, parse_recipe
+from .policy_values import check_values, strings
 
 __all__ = ["CardPolicy", "Decision", "Policy", "Rule", "decide", "read_policy"]
 
@@ -336,25 +337,23 @@ def read_policy(policy: str | os.PathLike | Mapping[str, Any] | None) -> PolicyF
     unknown = set(policy) - _KEYS
     if unknown:
         raise ValueError(f"policy {name}: unknown key {sorted(unknown)[0]!r}; known: {', '.join(sorted(_KEYS))}")
+    check_values(policy, name)
     rules = []
-    for entry in policy.get("layers", ()):
-        if not isinstance(entry, Mapping) or set(entry) != {"match", "format"}:
-            raise ValueError(f"policy {name}: every [[layers]] table needs match and format, found {entry!r}")
+    for entry in policy.get("layers") or ():
         recipe = None if entry["format"] == "keep" else parse_recipe(entry["format"])
-        patterns = [entry["match"]] if isinstance(entry["match"], str) else entry["match"]
-        rules.extend(Rule(pattern, recipe) for pattern in patterns)
+        rules.extend(Rule(pattern, recipe) for pattern in strings(entry["match"]) or ())
     return PolicyFile(
         policy.get("format"),
         tuple(rules),
-        tuple(policy.get("include", ())),
-        tuple(policy.get("exclude", ())),
+        strings(policy.get("include")) or (),
+        strings(policy.get("exclude")) or (),
         policy.get("keep_edges"),
         policy.get("min_weights"),
         policy.get("max_error"),
         name,
         policy.get("target_size"),
         policy.get("min_sqnr"),
-        tuple(policy.get("formats", ())),
+        strings(policy.get("formats")) or (),
     )
 
 
@@ -388,5 +387,5 @@ def _load_toml(path: str | os.PathLike) -> dict[str, Any]:
     with open(path, "rb") as file:
         try:
             return tomllib.load(file)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"policy {os.fspath(path)} is not valid TOML: {error}") from None

@@ -294,3 +294,24 @@ def test_markers_are_spelled_as_comfyui_spells_them():
     marker = encode_marker(parse_recipe("int8_convrot").marker())
     text = b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 256}'
     assert bytes(marker.tolist()) == text
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [
+        ("--save-policy", "model.safetensors", "a policy is written as .toml"),
+        ("--save-policy", "away/plan.toml", "there is no folder"),
+        ("--report", "model.safetensors.index.json", "would overwrite"),
+        ("--report", "away/report.json", "there is no folder"),
+    ],
+)
+def test_reports_and_policies_never_take_a_models_place(tmp_path, capsys, monkeypatch, option, name, message):
+    monkeypatch.chdir(tmp_path)
+    save_file(matrices(1), "model.safetensors")
+    keys = dict.fromkeys(matrices(1), "model.safetensors")
+    Path("model.safetensors.index.json").write_text(json.dumps({"weight_map": keys}))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    given = ["quantize", "--quiet", "model.safetensors.index.json", "out.safetensors", "--format", "int8_convrot"]
+    assert main([*given, option, name]) == 2
+    assert message in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -147,12 +147,32 @@ def test_a_policy_file_gives_layers_their_formats(tmp_path):
         ("[[layers]]\nmatch = 'a'", "needs match and format"),
         ("[[layers]]\nmatch = 'a'\nformat = 'int5'", "unknown quantization format 'int5'"),
         ("= =", "not valid TOML"),
+        ("format = 3", "format = 3 is not possible; expected a text"),
+        ("keep_edges = -1", "keep_edges = -1 is not possible; expected a whole number"),
+        ("keep_edges = true", "keep_edges = True is not possible"),
+        ("max_error = 'x'", "max_error = 'x' is not possible; expected a number"),
+        ("max_error = nan", "max_error = nan is not possible"),
+        ("formats = 3", "formats = 3 is not possible"),
+        ("layers = 3", r"layers = 3 is not possible; expected \[\[layers\]\] tables"),
+        ("[[layers]]\nmatch = [1]\nformat = 'keep'", "match is a text or a list of texts"),
     ],
 )
 def test_a_policy_file_with_a_mistake_says_so(tmp_path, text, message):
     (tmp_path / "p.toml").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_policy(tmp_path / "p.toml")
+
+
+def test_a_policy_file_that_is_no_text_says_so(tmp_path):
+    (tmp_path / "p.toml").write_bytes(b"\x00\xff")
+    with pytest.raises(ValueError, match=r"p\.toml is not valid TOML"):
+        read_policy(tmp_path / "p.toml")
+
+
+def test_one_pattern_needs_no_list(tmp_path):
+    (tmp_path / "p.toml").write_text("exclude = 'blocks.0.*'\nformats = 'nvfp4'")
+    found = read_policy(tmp_path / "p.toml")
+    assert found.exclude == ("blocks.0.*",) and found.formats == ("nvfp4",)
 
 
 @pytest.mark.parametrize(
