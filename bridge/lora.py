@@ -80,6 +80,11 @@ def _weights(model: Any, prefix: str) -> Iterator[tuple[str, str]]:
 def _load_lora(original: Callable[..., dict], lora: Any, to_load: Any, *args: Any, **kwargs: Any) -> dict:
     patches = original(lora, to_load, *args, **kwargs)
     if isinstance(to_load, KeyMap):
+        if not patches and not any(re.search(_SUFFIX, key) for key in lora):
+            raise ValueError(
+                f"this file holds no layer of a LoRA: {', '.join(sorted(lora)[:3]) or 'it is empty'}. "
+                "`nativedit inspect` says what it is"
+            )
         report_match(lora, to_load, to_load.parts)
     return patches
 

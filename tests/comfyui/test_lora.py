@@ -76,3 +76,11 @@ def test_a_lora_of_another_model_is_an_error(server: Server):
     ) as error:
         server.run(for_model_only("few_fit.safetensors"))
     assert error.value.node == "lora"
+
+
+def test_a_file_that_is_no_lora_is_an_error(server: Server):
+    files.save_file({"something.weight": torch.zeros(2, 2)}, server.models("loras") / "no_lora.safetensors")
+
+    with pytest.raises(GraphError, match=r"holds no layer of a LoRA: something\.weight") as error:
+        server.run(for_model_only("no_lora.safetensors"))
+    assert error.value.node == "lora"
