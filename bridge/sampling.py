@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import comfy.model_sampling
 import torch
@@ -56,5 +57,7 @@ def reference_timestep(timestep: torch.Tensor, model_sampling, sampling: Samplin
     multiplier = getattr(model_sampling, "multiplier", 1.0)
     if sampling.timestep_before_shift:
         sigma, shift = timestep / multiplier, getattr(model_sampling, "shift", sampling.shift)
+        if isinstance(model_sampling, comfy.model_sampling.ModelSamplingFlux):
+            shift = math.exp(shift)  # FLUX keeps the shift's logarithm
         return sigma / (shift - (shift - 1) * sigma) * sampling.multiplier
     return timestep if multiplier == sampling.multiplier else timestep / multiplier * sampling.multiplier

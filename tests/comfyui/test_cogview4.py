@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,16 @@ def test_a_shift_set_by_a_node_wins(latent, engine):
     assert rel_err(latent(graph), latent(plain)) > 1e-2
     assert rel_err(latent(ours), latent(graph)) <= 1e-6
     assert rel_err(latent(graph), engine(graph)) <= 1e-4
+
+
+def test_flux_sampling_names_the_shift_by_its_logarithm(latent, written: Path):
+    plain = by_comfyuis_nodes(scheduler="simple")
+    size = {"width": SIZES[0][0], "height": SIZES[0][1]}
+    mu = math.log(2.5)
+    flux = with_model_node(plain, "patch", "ModelSamplingFlux", max_shift=mu, base_shift=mu, **size)
+    sd3 = with_model_node(plain, "patch", "ModelSamplingSD3", shift=2.5)
+
+    assert rel_err(latent(flux), latent(sd3)) <= 1e-5
 
 
 def test_custom_sampling_takes_the_shift_of_a_connected_latent(latent, engine):
