@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from .checkpoints.quant_report import report_data, report_kind, report_policy
 from .checkpoints.quantize import quantize
 from .cli_report import save_report
+from .files.paths import same_file
 from .quant.budget import split_formats
 from .quant.calibration import read_calibration
 from .quant.craft import COMPUTE, Craft
@@ -152,7 +153,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
         folder = os.path.dirname(os.path.abspath(path))
         if not os.path.isdir(folder):
             raise ValueError(f"{path}: there is no folder {folder}; make it first")
-        taken = next((one for one in inputs if os.path.realpath(one) == os.path.realpath(path)), None)
+        taken = next((one for one in inputs if same_file(one, path)), None)
         if taken is not None and not (path == args.save_policy and taken == args.policy):
             raise ValueError(f"{path}: would overwrite {taken}; give another name")
 

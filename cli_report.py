@@ -35,12 +35,15 @@ class CompareReports:
         from .checkpoints.report_comparison import compare_reports
         from .checkpoints.report_html import html_of_reports
         from .checkpoints.report_picture import picture_of_reports
+        from .files.paths import refuse_same_file
 
+        if args.report is not None:
+            report_kind(args.report)
+            refuse_same_file(args.report, [args.first, args.second])
         first, second = read_report(args.first), read_report(args.second)
         found = compare_reports(first, second)
         print(found.text())
         if args.report is not None:
-            report_kind(args.report)
 
             def png(_: Mapping[str, Any]) -> bytes:
                 from .engine.drawn_text import png as encode

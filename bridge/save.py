@@ -15,6 +15,7 @@ import folder_paths
 import torch
 
 from ..checkpoints import transform
+from ..files.errors import OutputError
 from ..files.memory import Lazy, TensorSource
 from ..files.paths import contained, safe_parts
 from ..host import AS_STORED, Graph, Saved
@@ -38,7 +39,10 @@ def new_file(prefix: str, suffix: str = ".safetensors") -> tuple[str, dict[str, 
     UnsafePath."""
     root = folder_paths.get_output_directory()
     safe_parts(prefix.replace(":", "-").replace("%", "_"), root)
-    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, root)
+    try:
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, root)
+    except OSError as error:
+        raise OutputError(os.path.join(root, prefix), f"its folder can't be made ({error.strerror})") from None
     file = f"{name}_{counter:05}_{suffix}"
     contained(root, os.path.join(subfolder, file))
     return os.path.join(folder, file), {"filename": file, "subfolder": subfolder, "type": "output"}

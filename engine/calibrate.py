@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..files.paths import refuse_same_file
 from ..quant.calibration import Calibration, Watcher, write_calibration
 
 __all__ = ["Calibrate", "calibrate", "watched"]
@@ -64,6 +65,8 @@ def calibrate(
     global _watch
     from .. import engine
 
+    if not isinstance(workflow, Mapping):
+        refuse_same_file(destination, [workflow])
     values = {**(values or {}), **({} if steps is None else _steps_of(workflow, steps))}
     with engine._running, tempfile.TemporaryDirectory() as pictures:
         kept, engine._cache = engine._cache, None  # a sampler that is not run again shows nothing

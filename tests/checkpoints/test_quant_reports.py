@@ -199,6 +199,14 @@ def test_reports_on_different_models_and_other_files_are_refused(folder: Path, c
     assert "is no report of a quantization" in capsys.readouterr().err
 
 
+def test_a_comparison_does_not_replace_what_it_compares(folder: Path, capsys: pytest.CaptureFixture):
+    before = (folder / "a.json").read_bytes()
+    files = [str(folder / "a.json"), str(folder / "b.json")]
+    assert main(["compare-reports", *files, "--report", files[0]]) == 2
+    assert "is the source itself" in capsys.readouterr().err
+    assert (folder / "a.json").read_bytes() == before
+
+
 def test_an_unknown_kind_of_report_is_refused_before_the_work(source: Path, tmp_path: Path, capsys):
     out = tmp_path / "out.safetensors"
     assert main(["quantize", str(source), str(out), "--format", "nvfp4", "--report", str(tmp_path / "r.pdf")]) == 2

@@ -182,6 +182,13 @@ def check_once_names_stay_in_the_output_folder():
         except (ValueError, OSError, part("files").FileError):
             continue
         raise AssertionError(f"{bad!r} was accepted")
+    (BASE / "output" / "a_file").write_text("")
+    try:
+        host.save_diffusion_model(model, prefix="a_file/x", graph=GRAPH)
+    except part("files").FileError as error:
+        assert "its folder can't be made" in str(error), error
+    else:
+        raise AssertionError("a file was taken for a folder")
     first = host.save_diffusion_model(model, prefix="%year%/a", graph=GRAPH)
     second = host.save_diffusion_model(model, prefix="%year%/a", graph=GRAPH)
     assert first.path != second.path and "%" not in first.path

@@ -98,3 +98,14 @@ def test_two_models_in_one_workflow_are_refused(run, models: Path, tmp_path: Pat
     with pytest.raises(NodeError, match=r"samples tiny.*and tiny.*statistics are of one model"):
         _calibrate(models, tmp_path / "stats.safetensors", graph, steps=1)
     assert not (tmp_path / "stats.safetensors").exists()
+
+
+def test_a_workflow_is_not_replaced_by_its_statistics(models: Path, tmp_path: Path, capsys):
+    import json
+
+    workflow = tmp_path / "workflow.json"
+    workflow.write_text(json.dumps(text_to_latent()))
+    before = workflow.read_bytes()
+    assert main(["calibrate", str(workflow), "-o", str(workflow), "--models-dir", str(models)]) == 2
+    assert "is the source itself" in capsys.readouterr().err
+    assert workflow.read_bytes() == before
