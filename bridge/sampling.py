@@ -52,12 +52,16 @@ def keep_prediction(model_sampling, sampling: Sampling) -> None:
         model_sampling.__class__ = sampling_class(type(model_sampling), sampling)
 
 
+def factor_of_shift(model_sampling, default: float) -> float:
+    """The factor of a time shift (FLUX's sampling keeps its logarithm); ``default`` for one without a shift."""
+    shift = getattr(model_sampling, "shift", default)
+    return math.exp(shift) if isinstance(model_sampling, comfy.model_sampling.ModelSamplingFlux) else shift
+
+
 def reference_timestep(timestep: torch.Tensor, model_sampling, sampling: Sampling) -> torch.Tensor:
     """The timestep that the reference transformer got, whatever multiplier a node has set (SD3's sets 1000)."""
     multiplier = getattr(model_sampling, "multiplier", 1.0)
     if sampling.timestep_before_shift:
-        sigma, shift = timestep / multiplier, getattr(model_sampling, "shift", sampling.shift)
-        if isinstance(model_sampling, comfy.model_sampling.ModelSamplingFlux):
-            shift = math.exp(shift)  # FLUX keeps the shift's logarithm
+        sigma, shift = timestep / multiplier, factor_of_shift(model_sampling, sampling.shift)
         return sigma / (shift - (shift - 1) * sigma) * sampling.multiplier
     return timestep if multiplier == sampling.multiplier else timestep / multiplier * sampling.multiplier

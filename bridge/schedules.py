@@ -8,7 +8,7 @@ import comfy.samplers
 import torch
 
 from ..supported_models import PUBLISHED
-from .sampling import FlowPrediction
+from .sampling import FlowPrediction, factor_of_shift
 
 
 def install() -> None:
@@ -25,5 +25,6 @@ def published(model_sampling: Any, steps: int) -> torch.Tensor:
     """[steps + 1] sigmas as the publisher has them; for a model without a schedule of its own, ComfyUI's ``simple``."""
     own = None
     if isinstance(model_sampling, FlowPrediction):
-        own = model_sampling.nativedit_sampling.published_schedule(steps, model_sampling.shift)
+        card = model_sampling.nativedit_sampling
+        own = card.published_schedule(steps, factor_of_shift(model_sampling, card.shift))
     return comfy.samplers.simple_scheduler(model_sampling, steps) if own is None else torch.tensor(own)

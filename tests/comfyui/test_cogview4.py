@@ -110,8 +110,9 @@ def test_a_shift_set_by_a_node_wins(latent, engine):
     assert rel_err(latent(graph), engine(graph)) <= 1e-4
 
 
-def test_flux_sampling_names_the_shift_by_its_logarithm(latent, written: Path):
-    plain = by_comfyuis_nodes(scheduler="simple")
+@pytest.mark.parametrize("scheduler", ["simple", "published"])
+def test_flux_sampling_names_the_shift_by_its_logarithm(latent, written: Path, scheduler: str):
+    plain = by_comfyuis_nodes(scheduler=scheduler)
     size = {"width": SIZES[0][0], "height": SIZES[0][1]}
     mu = math.log(2.5)
     flux = with_model_node(plain, "patch", "ModelSamplingFlux", max_shift=mu, base_shift=mu, **size)
