@@ -201,3 +201,29 @@ def check_once_patches_that_do_not_fit_are_counted():
     found = host.save_diffusion_model(model, prefix="test/misfit", graph=part("host").Graph(None, None))
     assert f"{len(patches) - 1} of {len(patches)} patched weights" in found.text, found.text
     assert first.removeprefix("diffusion_model.") in found.text
+
+
+def check_once_a_copy_for_another_gpu_has_the_same_codes():
+    """ComfyUI makes it with the recipe that the loader left on the model."""
+    row = ROWS[0]
+    if not hasattr(load(row), "deepclone_multigpu"):
+        return
+    baked = host.quantize_model(with_lora(load(row)), precision=INT8)
+    for model in (load(row), load(row, INT8), baked, host.quantize_model(load(row), precision="nvfp4")):
+        wanted = digest(model)
+        assert digest(model.deepclone_multigpu(new_load_device=CPU)) == wanted
+        assert digest(model) == wanted
+
+
+def check_once_a_chain_of_six_merges_is_saved_as_it_runs():
+    row = ROWS[0]
+    merged, other = load(row), with_lora(load(row))
+    for step in range(6):
+        again = merged.clone()
+        for key, patch in other.get_key_patches("diffusion_model.").items():
+            again.add_patches({key: patch}, 0.1 * (step + 1), 1.0 - 0.1 * (step + 1))
+        merged = again
+    target, again = saved(merged, f"merged_{row}")
+    assert torch.equal(output(again, row), output(merged, row))
+    assert not torch.equal(output(again, row), output(load(row), row))
+    target.unlink()
