@@ -53,7 +53,7 @@ class Rounding:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.seconds is not None and self.seconds < 0:
+        if self.seconds is not None and not self.seconds >= 0:  # nan too
             raise ValueError(f"{self.seconds} seconds of rounding: a number of at least 0 was expected")
 
     def codes(

@@ -159,3 +159,9 @@ def test_the_command_rounds_better_too(tmp_path):
         layer.load_state_dict({k.removeprefix("blocks.0.up."): v for k, v in tensors.items() if "blocks.0" in k})
         errors.append(float((layer.dequantized(torch.float32) - weight.float()).norm()))
     assert errors[1] < 0.945 * errors[0]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_a_time_for_rounding_is_a_number_of_seconds(seconds):
+    with pytest.raises(ValueError, match="a number of at least 0"):
+        Rounding(seconds)
