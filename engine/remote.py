@@ -97,14 +97,16 @@ def run_on_server(graph: Graph, address: str, output_dir: Path, *, progress: boo
         shown.lines = progress
     elif not shown.bars:
         shown = Progress()
-    entry = _run_once(server, graph, shown)
-    try:
-        return _collect(server, graph, entry, output_dir)
-    except FileNotFoundError:
-        # The server remembers results whose files were deleted since. Made to forget them, it runs again.
-        shown.note("pictures that the server remembers are gone; running again")
-        server.post("/free", {"free_memory": True})
-        return _collect(server, graph, _run_once(server, graph, shown), output_dir)
+    # The server remembers results whose files were deleted since. Made to forget them, it runs again; it may take the
+    # next run up before it forgets, so there is one more.
+    for _ in range(2):
+        entry = _run_once(server, graph, shown)
+        try:
+            return _collect(server, graph, entry, output_dir)
+        except FileNotFoundError:
+            shown.note("pictures that the server remembers are gone; running again")
+            server.post("/free", {"free_memory": True})
+    return _collect(server, graph, _run_once(server, graph, shown), output_dir)
 
 
 def _run_once(server: Server, graph: Graph, shown: Progress) -> dict[str, Any]:

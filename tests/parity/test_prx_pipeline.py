@@ -354,8 +354,8 @@ def test_settings_of_a_variant_follow_from_its_name():
         assert (settings.steps, settings.cfg, settings.width) == expected, name
 
 
-def test_the_wide_layer_is_quantized_without_rotation_groups_alone():
-    """down_proj has 6272 inputs, 24.5 groups of 256; nvfp4's groups of 16 fit."""
+def test_the_wide_layer_is_rotated_in_smaller_groups():
+    """down_proj has 6272 inputs, 24.5 groups of 256 and 98 of 64; nvfp4's groups of 16 fit."""
     from nativedit.quant.formats import parse_recipe
     from nativedit.quant.policy import Policy, decide
 
@@ -364,10 +364,12 @@ def test_the_wide_layer_is_quantized_without_rotation_groups_alone():
     tensors = {key: ("BF16", tuple(value.shape), 0) for key, value in state.items()}
     card = get_architecture("prx").quantization
 
-    def quantized(format: str) -> set[str]:
-        return {d.layer for d in decide(tensors, Policy(parse_recipe(format), card=card)) if d.recipe is not None}
+    def quantized(format: str) -> dict[str, Any]:
+        decided = decide(tensors, Policy(parse_recipe(format), card=card))
+        return {d.layer: d.recipe for d in decided if d.recipe is not None}
 
-    blocks = quantized("nvfp4")
+    blocks, rotated = quantized("nvfp4"), quantized("int8_convrot")
     wide = {f"blocks.{i}.down_proj" for i in range(16)}
     assert len(blocks) == 6 * 16 and all(layer.startswith("blocks.") for layer in blocks)
-    assert quantized("int8_convrot") == blocks - wide
+    assert rotated.keys() == blocks.keys()
+    assert {layer for layer, recipe in rotated.items() if recipe.convrot_groupsize == 64} == wide
