@@ -6,6 +6,8 @@ In the ComfyUI that the tests find, on the CPU; each load is a process of its ow
 is made complete by reading every weight once: it maps the file and has read nothing when it returns. The work of
 quantization itself is measured beside it: the same plan on weights that lie in memory already. Target: what our load
 takes beyond that work is at most twice core's load; anonymous memory peaks below the result plus 1 GiB.
+Measured on two cores, 1 GiB of bfloat16, ComfyUI 0.33: 0.70 times beyond that work (2.9 s in all, of which 2.3 s are
+quantization; core's load 0.9 s), peak 519 MiB above the result.
 """
 
 from __future__ import annotations

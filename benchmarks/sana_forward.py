@@ -2,7 +2,7 @@
 
 Published widths, two blocks (time per block is what is compared). Target: not slower, 1.2x. Then ours alone over the
 number of tokens: linear attention should cost time in proportion (slope about 1).
-Run: python benchmarks/sana_forward.py [--json]
+Run: python benchmarks/sana_forward.py [--json] [--dtype float32|bfloat16]
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def over_tokens() -> dict[int, float]:
 
 def main() -> None:
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
+    named = sys.argv[sys.argv.index("--dtype") + 1] if "--dtype" in sys.argv else None
+    for dtype in (torch.float32, torch.bfloat16) if named is None else (getattr(torch, named),):
         for name, config, size in CASES:
             ours, reference = build(config, dtype)
             x, t, context, mask = inputs(size, dtype)
