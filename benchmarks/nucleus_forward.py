@@ -2,9 +2,9 @@
 call.
 
 Published width, two blocks with all 64 experts, against the reference's loop over experts and against its grouped
-product. Target: twice as fast. Measured on two cores without bfloat16 units (torch 2.13), times faster: float32 1.40 and
-1.30 than the loop (256 and 1024 tokens), 1.46 and 1.29 than the grouped product, all but a twentieth of it being matrix
-products on both sides; bfloat16 7.3 than the loop (256 tokens).
+product. Target: twice as fast. Measured on two cores without bfloat16 units (torch 2.13), times faster:
+float32 1.40 and 1.30 than the loop (256 and 1024 tokens), 1.46 and 1.29 than the grouped product, all but a twentieth
+of it being matrix products on both sides; bfloat16 7.3 than the loop (256 tokens).
 Run: python benchmarks/nucleus_forward.py [--json] [--dtype float32|bfloat16] [--path loop|grouped]
 One dtype and one path take a minute or two and, in float32, 6 GB.
 """
