@@ -50,7 +50,8 @@ class PatchEmbed(torch.nn.Module):
 
     def forward(self, x):
         x = self.proj(x)
-        tokens = x.flatten(2).transpose(1, 2)
+        # In order once: every sum on the residual stream keeps its strides, and every norm would copy it again.
+        tokens = x.flatten(2).transpose(1, 2).contiguous()
         if self.interpolation_scale is None:
             return tokens
         table = position_table(x.shape[-2:], x.shape[1], self.base_size, self.interpolation_scale, x.device)
