@@ -10,7 +10,6 @@ import torch
 from ..files import Source
 from .errors import Problem, QuantError
 from .evidence import Evidence, Unsettled, settle
-from .formats import FORMATS
 from .layer import Layer, canonical_tensors
 from .markers import MARKER, Record, checksum, encode_marker, header_claims, read_marker, read_record
 
@@ -205,7 +204,3 @@ def summary(found: QuantizedFile) -> dict[str, int]:
         label = "float8 cast" if layer.dialect == "cast" else str(layer.recipe)
         counts[label] = counts.get(label, 0) + 1
     return counts
-
-
-def known_formats() -> list[str]:
-    return list(FORMATS)
