@@ -75,15 +75,15 @@ class PromptTokenizer:
 
 
 class _Holder(torch.nn.Module):
-    """Only names: the weights are `<family>.transformer.model.<key>`, by which ComfyUI's LoRA code finds them."""
+    """A name and nothing more: the weights lie two such names deep, where ComfyUI's LoRA code looks for them."""
+
+    # The keys are FAMILY.transformer.model.KEY.
 
 
 class TextEncoderModel(torch.nn.Module):
-    """ComfyUI's text model contract. Weights stay in their stored dtype, the computation is float32.
+    """ComfyUI's text model contract: weights stay in the dtype they are stored in, the computation is float32.
 
-    Built by ComfyUI's CLIP with (device, dtype, model_options) and our own arguments by keyword.
-    path: for messages; storage_dtype: of the weights in memory unless ``model_options`` name one (ComfyUI's default
-    would squeeze bfloat16 into float16); instruction: ids of what the model's instruction begins with, see ``Prompt``.
+    ComfyUI builds it with the first three arguments; our own follow by keyword.
     """
 
     def __init__(
@@ -95,11 +95,12 @@ class TextEncoderModel(torch.nn.Module):
         family: TextEncoder,
         config: dict[str, Any],
         prompt: Prompt,
+        # Of the weights in memory, unless `model_options` name one: ComfyUI's default squeezes bfloat16 into float16.
         storage_dtype: torch.dtype,
         pad_id: int,
-        path: str,
+        path: str,  # for messages
         quantized: bool = False,
-        instruction: Sequence[int] = (),
+        instruction: Sequence[int] = (),  # ids of what the model's instruction begins with, see Prompt
     ):
         super().__init__()
         options = model_options or {}
@@ -123,7 +124,7 @@ class TextEncoderModel(torch.nn.Module):
 
     @property
     def language_model(self) -> torch.nn.Module:
-        return getattr(self, self.family.name).transformer.model
+        return self.get_submodule(self.prefix.removesuffix("."))
 
     def set_clip_options(self, options: dict[str, Any]) -> None:
         self.layer = options.get("layer", self.layer)

@@ -60,11 +60,10 @@ def lost_by_shapes(card: Architecture, config: Mapping[str, Any], from_shapes: M
     # An argument may stand for what the constructor works out (None for half a head each): ask the modules then.
     cls = card.module_class()
     wanted, guessed = (cls(**arguments, device="meta", operations=torch.nn) for arguments in (config, rebuilt))
-    missing = object()
+    held, rebuilt_held = vars(wanted), vars(guessed)
 
     def same(key: str) -> bool:
-        value = getattr(wanted, key, missing)
-        return value is not missing and value == getattr(guessed, key, missing)
+        return key in held and key in rebuilt_held and held[key] == rebuilt_held[key]
 
     return {key: config[key] for key in differing if not same(key)}
 

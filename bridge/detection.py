@@ -46,7 +46,8 @@ def only(architecture: str | None) -> Iterator[None]:
 
 
 def _detect(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """detect_unet_config(state_dict, key_prefix, metadata=None) of ComfyUI, and whatever later versions add."""
+    """Stands before ComfyUI's function of that name, and takes whatever later versions give it besides."""
+    # detect_unet_config(state_dict, key_prefix, metadata=None)
     named = dict(zip(("state_dict", "key_prefix", "metadata"), args, strict=False)) | kwargs
     state_dict, prefix = named.get("state_dict"), named.get("key_prefix", "")
     match = claim(state_dict, prefix, named.get("metadata"))

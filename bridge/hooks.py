@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ MARK = "_nativedit_wrapped"
 
 
 def wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """``owner.name(*args, **kwargs)`` becomes ``wrapper(original, *args, **kwargs)``, unless it already has.
+    """A function of ``owner`` becomes the wrapper, which gets the original before its arguments; once and not twice.
 
-    The original stays reachable as ``owner._nativedit_wrapped[name]``.
+    The original stays within reach, under its name in a dict on the owner.
     """
     originals = owner.__dict__.get(MARK)
     if originals is None:
@@ -28,7 +29,7 @@ def wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         setattr(owner, MARK, originals)
     if name in originals:
         return
-    original = originals[name] = getattr(owner, name)
+    original = originals[name] = operator.attrgetter(name)(owner)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

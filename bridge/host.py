@@ -33,7 +33,7 @@ CHECKPOINTS = "checkpoints/"
 
 
 class ComfyUIHost:
-    """See ``host.Host``. MODEL, CLIP and LATENT are ComfyUI's own objects."""
+    """See ``host.Host``: models, encoders and latents are those of ComfyUI itself."""
 
     name = "ComfyUI"
 

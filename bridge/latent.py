@@ -13,7 +13,7 @@ from ..latent_formats import LatentFormat, get_latent_format
 def latent_format_class(name: str) -> type[comfy.latent_formats.LatentFormat]:
     """ComfyUI's own class where it has the format (its previews are better), else one made from our description."""
     ours = get_latent_format(name)
-    core = getattr(comfy.latent_formats, ours.core, None) if ours.core else None
+    core = vars(comfy.latent_formats).get(ours.core)
     return core or type(f"NativeDiT_{name}", (_Described,), _attributes(ours))
 
 

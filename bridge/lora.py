@@ -15,11 +15,16 @@ from .model import NativeDiTModel
 
 log = logging.getLogger(__name__)
 
-_SUFFIX = (
-    r"\.(?:lora_[AB](?:\.default)?\.weight|lora_(?:down|up|mid)\.weight|lora\.(?:down|up)\.weight|lora_linear_layer\."
-    r"(?:down|up)\.weight|alpha|dora_scale|hada_w[12](?:_[ab])?|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|oft_blocks|"
-    r"rescale|diff|diff_b|set_weight|w_norm|b_norm|reshape_weight|bias)$"
+_ENDINGS = (
+    r"lora_[AB](?:\.default)?\.weight",
+    r"lora_(?:down|up|mid)\.weight",
+    r"lora\.(?:down|up)\.weight",
+    r"lora_linear_layer\.(?:down|up)\.weight",
+    *("alpha", "dora_scale", "rescale", "reshape_weight", "bias"),
+    *("hada_w[12](?:_[ab])?", "hada_t[12]", "lokr_w[12](?:_[ab])?", "lokr_t2", "oft_blocks"),
+    *("diff", "diff_b", "set_weight", "w_norm", "b_norm"),
 )
+_SUFFIX = rf"\.(?:{'|'.join(_ENDINGS)})$"
 _TEXT_ENCODER = r"^(?:lora_te\d?_|text_encoders?\.|te\d?\.)"
 
 

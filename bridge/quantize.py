@@ -133,10 +133,10 @@ def load_quantized(
     budget: Wish | None = None,
     disable_dynamic: bool = False,
 ) -> Any:
-    """A MODEL from a file, its weights quantized on the way (precision None: as stored, but in ComfyUI's dialect; with
-    a budget: in any format).
+    """A model from a file, its weights quantized on the way; precision None keeps them as stored, but in ComfyUI's
+    dialect, and with a budget they may get any format.
 
-    Holds the result and some pieces of the file, never both models. Raises FileError, QuantError, ValueError.
+    Holds the result and some pieces of the file, never both models. Raises FileError, QuantError and ValueError.
     """
     budget = budget or Wish()
     as_stored = precision is None and not budget.given

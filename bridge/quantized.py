@@ -106,10 +106,10 @@ def check_weights(
     weights: Mapping[str, torch.Tensor],
     module_of: Callable[[str], torch.nn.Module] | None = None,
 ) -> None:
-    """Raises FileError unless ``weights`` are exactly a module's, some of its layers perhaps quantized.
+    """Raises FileError unless these are exactly the weights of a module, some of its layers perhaps quantized.
 
-    expected: {key: shape} of the module unquantized; module_of: layer's name -> the live layer. ComfyUI itself only
-    warns about missing weights, and with its dynamic memory manager takes any shape.
+    Expected are the shapes of the unquantized module by key; the last argument finds a live layer by its name.
+    ComfyUI itself only warns about missing weights, and with its dynamic memory manager takes any shape.
     """
     formats = layer_formats(weights)
     found = {}

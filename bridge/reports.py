@@ -23,7 +23,7 @@ from .weights import diffusion_weights
 
 
 def model_file(name: str) -> str:
-    """The path of "FOLDER/NAME" in the models folders. Raises FileNotFoundError."""
+    """The path of a file named as ``folder/name`` in the models folders. Raises FileNotFoundError."""
     folder, _, file = name.partition("/")
     return folder_paths.get_full_path_or_raise(folder, file)
 

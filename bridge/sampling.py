@@ -12,10 +12,9 @@ from ..supported_models import Sampling
 
 
 class FlowPrediction:
-    """Mix-in before ComfyUI's flow classes, for what those don't express: predictions other than velocity.
+    """Stands before ComfyUI's flow classes, for what those do not express: predictions other than velocity."""
 
-    ``comfy.model_sampling.CONST`` stays among the bases, because samplers ask for it.
-    """
+    # comfy.model_sampling.CONST stays among the bases, because samplers ask for it.
 
     nativedit_sampling: Sampling
 
@@ -43,11 +42,12 @@ def sampling_class(base: type, sampling: Sampling) -> type:
 
 
 def keep_prediction(model_sampling, sampling: Sampling) -> None:
-    """Put our prediction into a sampling object that ComfyUI (or a node) made, in place.
+    """Put our prediction into a sampling object that ComfyUI or a node made, in place.
 
-    ModelSamplingSD3, AuraFlow and Flux replace the object by a plain flow one, which would read a clean picture as a
-    velocity. Objects of other kinds (EPS, EDM, ...) are left alone: whoever sets them wants exactly that.
+    Nodes that set a shift replace the object by a plain flow one, which would read a clean picture as a velocity.
+    Objects of other kinds are left alone: whoever sets them wants exactly that.
     """
+    # Such nodes are ModelSamplingSD3, ModelSamplingAuraFlow and ModelSamplingFlux; other kinds are EPS, EDM and so on.
     if isinstance(model_sampling, comfy.model_sampling.CONST) and not isinstance(model_sampling, FlowPrediction):
         model_sampling.__class__ = sampling_class(type(model_sampling), sampling)
 

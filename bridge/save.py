@@ -49,9 +49,11 @@ def new_file(prefix: str, suffix: str = ".safetensors") -> tuple[str, dict[str, 
 
 
 def save_diffusion_model(patcher: Any, prefix: str, precision: str, policy: str, graph: Graph) -> Saved:
-    """A MODEL with its patches baked, in ComfyUI's layout: quantized layers keep their bits, or all get a precision.
+    """A model with its patches baked, in the layout of ComfyUI: quantized layers keep their bits, or every layer gets
+    the precision that is asked for.
 
-    Raises FileError, QuantError, OutputError, UnsafePath, ValueError."""
+    Raises FileError, QuantError, OutputError, UnsafePath and ValueError.
+    """
     path, shown = new_file(prefix)
     if lost := not_in_weights(patcher):
         log.warning("NativeDiT: the saved model is without its %s: they are no weights", " and ".join(lost))

@@ -1,4 +1,4 @@
-"""Which text-encoder files are ours, and how they become ComfyUI's CLIP."""
+"""Which text-encoder files are ours, and how they become the object that ComfyUI's nodes pass on."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def load_vae(path: str | None, dtype: torch.dtype | None = None, device: Any = N
 
 
 def _load_patcher(path: str, dtype: torch.dtype | None, device: Any, disable_dynamic: bool = False) -> Any:
-    """For ComfyUI's nodes that put a copy on another device. disable_dynamic: VAE() has no such choice."""
+    """For nodes of ComfyUI that put a copy on another device; the last argument has no effect on a VAE."""
     return load_vae(path, dtype, device).patcher
 
 
