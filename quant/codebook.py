@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .formats import Recipe
-from .kernels import rotated
+from .rotation import rotated
 from .stream import RowRun
 
 __all__ = ["CodebookSampler"]
@@ -50,7 +50,7 @@ class _Gather:
 
 
 class CodebookSampler:
-    """Feed it every run of one weight [N, K], then ask for the ``codebook`` ([16] fp32)."""
+    """Feed it every run of one matrix, then ask it for the codebook: sixteen values in float32."""
 
     def __init__(self, shape: tuple[int, int], recipe: Recipe):
         self._columns = shape[1]

@@ -8,13 +8,12 @@ mantissa and rounded half to even, is the code of a shorter float format.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from .formats import Recipe, round_up
+from .rotation import rotated
 
-__all__ = ["e2m1_codes", "packed_high_first", "packed_low_first", "peak_of", "quantize_fast", "rotated"]
+__all__ = ["e2m1_codes", "packed_high_first", "packed_low_first", "peak_of", "quantize_fast", "tiled"]
 
 _SIGNLESS = 0x7FFF
 _BITS = {torch.bfloat16: (torch.int16, _SIGNLESS), torch.float32: (torch.int32, 0x7FFFFFFF)}
@@ -30,68 +29,6 @@ def peak_of(weight: torch.Tensor) -> torch.Tensor:
     """The largest magnitude, 0-dim in the weight's dtype; NaN or infinite where a weight is."""
     low, high = torch.aminmax(weight)  # one pass and no copy: a quarter of the time of abs().amax()
     return torch.maximum(low.abs(), high.abs())
-
-
-@functools.lru_cache(maxsize=8)
-def _factors(group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two Hadamard matrices whose Kronecker product is that of ``group``: two short products instead of a long one."""
-    from comfy_kitchen.tensor.int8_utils import _build_hadamard
-
-    power = group.bit_length() // 2  # group = 4 ** power
-    inner = 4 ** ((power + 1) // 2)
-    outer = group // inner
-    one = torch.ones(1, 1)
-    return (_build_hadamard(outer) if outer > 1 else one), _build_hadamard(inner)
-
-
-def rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """``weight`` [N, K], each group of columns times the Hadamard matrix, rounded to the weight's dtype once.
-
-    bfloat16: the sums are taken in fp32, as comfy_kitchen's bfloat16 product takes them, in another order. Where that
-    could tell in the rounding to bfloat16, comfy_kitchen itself computes the group.
-    """
-    if weight.dtype == torch.float32:
-        from comfy_kitchen.backends.eager.quantization import rotate_int8_convrot_weight
-
-        return rotate_int8_convrot_weight(weight, group)
-    outer, inner = _factors(group)
-    wide = weight.float().view(-1, inner.shape[0])
-    half = torch.mm(wide, inner).view(-1, outer.shape[0], inner.shape[0])
-    sums = torch.matmul(outer, half, out=wide.view(half.shape)).view(-1, group)
-    result = sums.to(torch.bfloat16)
-    doubtful = _doubtful(weight.view(-1, group), sums)
-    if doubtful.numel():
-        from comfy_kitchen.backends.eager.quantization import rotate_int8_convrot_weight
-
-        result[doubtful] = rotate_int8_convrot_weight(weight.view(-1, group)[doubtful], group)
-    return result.view(weight.shape)
-
-
-def _doubtful(groups: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Rows of ``groups`` [M, G] whose sums might round to another bfloat16 when added up in another order.
-
-    Sums whose terms are multiples of one unit, and that stay below 2^24 units, are exact in any order. The unit is 7
-    bits below the exponent of the row's smallest magnitude. As for partial sums: the matrix keeps lengths, so where
-    one of them is large some result is, times the root of G that it was divided by. In the other rows a sum is
-    doubted that is as near to the middle of two bfloat16 numbers as fp32 errors reach: 2^-23 of the largest weight,
-    five times what was seen; where the weights follow a column of the matrix, so that partial sums only grow, more
-    of them are rounded and by more.
-    """
-    bits = groups.view(torch.int16).bitwise_and(_SIGNLESS)
-    highest = bits.amax(1).view(torch.bfloat16)
-    lowest = bits.sub_(1).bitwise_and_(_SIGNLESS).amin(1)  # zeros have no bits: they become the largest
-    # Not aminmax: along a dimension it is fifteen times slower than the two together.
-    peaks = torch.maximum(torch.maximum(sums.amax(1), -sums.amin(1)), highest.float())
-    root = groups.shape[1].bit_length() // 2
-    exponents = peaks.view(torch.int32) >> 23
-    inexact = (exponents - (lowest >> 7) > 24 - 1 - 7 - root).nonzero().view(-1)
-    if not inexact.numel():
-        return inexact
-    highest, peaks = highest[inexact].float(), peaks[inexact]
-    slack = (peaks * (peaks / highest) * 2.0**-23).unsqueeze(1)
-    near = sums[inexact]
-    differs = (near + slack).to(torch.bfloat16) != (near - slack).to(torch.bfloat16)
-    return inexact[differs.any(1)]
 
 
 def _row_scale(weight: torch.Tensor) -> torch.Tensor:
@@ -156,25 +93,32 @@ def _block_peaks(weight: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _mxfp8(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    from comfy_kitchen.float_utils import e8m0_to_f32, to_blocked
-
     weight = _padded(weight, 32)
     peaks = _block_peaks(weight, 32)
     needed = (peaks.float() / 448.0).clamp_(min=2.0**-127)
     exponent = (torch.ceil(torch.log2(needed)).to(torch.int32) + 127).clamp_(0, 254).to(torch.uint8)
     empty = peaks == 0
-    divisor = torch.where(empty, 1.0, e8m0_to_f32(exponent))
+    divisor = torch.where(empty, 1.0, (exponent.to(torch.int32) << 23).view(torch.float32))  # 2^-127 counts as 0
     scaled = weight.float().view(*peaks.shape, 32)
     scaled = torch.div(scaled, divisor.unsqueeze(-1), out=_own(scaled, weight)).clamp_(-448.0, 448.0)
     if bool(empty.any()):
         scaled[empty] = 0.0  # no negative zeros
-    blocks = to_blocked(exponent.masked_fill_(empty, 0), flatten=False).view(torch.float8_e8m0fnu)
+    blocks = tiled(exponent.masked_fill_(empty, 0)).view(torch.float8_e8m0fnu)
     return {"weight": scaled.view(weight.shape).to(torch.float8_e4m3fn), "weight_scale": blocks}
 
 
-def _nvfp4(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    from comfy_kitchen.float_utils import to_blocked
+def tiled(scales: torch.Tensor) -> torch.Tensor:
+    """Block scales [R, C], one byte each, as ComfyUI stores them: zeros up to multiples of 128 rows and 4 columns, then
+    tiles of 128 by 4, in which row r is at place r % 32 and r // 32 chooses one of 4 groups of columns."""
+    rows, columns = (round_up(size, multiple) for size, multiple in zip(scales.shape, (128, 4), strict=True))
+    whole = scales.view(torch.uint8)
+    if whole.shape != (rows, columns):
+        whole = torch.nn.functional.pad(whole, (0, columns - whole.shape[1], 0, rows - whole.shape[0]))
+    tiles = whole.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(rows, columns).view(scales.dtype)
 
+
+def _nvfp4(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
     if scale is None:
         scale = (peak_of(weight) / (448.0 * 6.0)).float()
     weight = _padded(weight, 16)
@@ -188,7 +132,7 @@ def _nvfp4(weight: torch.Tensor, recipe: Recipe, scale: torch.Tensor | None) -> 
     packed = packed_high_first(e2m1_codes(scaled.view(-1)))
     return {
         "weight": packed.view(weight.shape[0], -1),
-        "weight_scale": to_blocked(blocks, flatten=False),
+        "weight_scale": tiled(blocks),
         "weight_scale_2": scale,
     }
 

@@ -6,7 +6,10 @@ the call raises ImportError that says what to install.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ __all__ = [
     "has_tensor_scale",
     "layout_of",
     "quantize_matrix",
+    "require",
     "scale_of",
     "tensor_scale",
 ]
@@ -42,6 +46,19 @@ def layout_of(name: str) -> Any:
             "install a newer one (pip install -U comfy-kitchen)"
         )
     return layout
+
+
+def require(name: str) -> None:
+    """Raises ImportError as `layout_of` does. An installed comfy_kitchen that nobody has imported yet is looked at from
+    outside: importing it takes as long as quantizing a gigabyte, and `kernels` can do without it."""
+    if "comfy_kitchen" not in sys.modules and (spec := find_spec("comfy_kitchen")) is not None:
+        for folder in spec.submodule_search_locations or ():
+            path = os.path.join(folder, "tensor", "__init__.py")
+            if os.path.isfile(path):
+                with open(path, encoding="utf-8") as file:
+                    if FORMATS[name].layout in file.read():
+                        return
+    layout_of(name)
 
 
 def tensor_scale(recipe: Recipe, amax: torch.Tensor) -> torch.Tensor | None:
@@ -79,11 +96,11 @@ def quantize_matrix(
 
     The bytes are comfy_kitchen's; `kernels` computes them where it can.
     """
-    layout = layout_of(recipe.format)
     wanted = FORMATS[recipe.format].entries(tuple(weight.shape), recipe)
     fast = quantize_fast(weight, recipe, scale)
     if fast is not None:
         return {suffix: fast[suffix].reshape(shape) for suffix, (_, shape) in wanted.items()}
+    layout = layout_of(recipe.format)
     keywords: dict[str, Any] = {}
     if recipe.format == "float8_e4m3fn":
         keywords["dtype"] = torch.float8_e4m3fn

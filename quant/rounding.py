@@ -1,7 +1,8 @@
 """Codes with less error of the layer's output than rounding each weight by itself, in the same storage.
 
-What is minimised is the expected square of the output's error, ``(W - Q) H (W - Q)^T`` with H the second moment of the
-layer's inputs: the identity where nothing is known of them, else the diagonal of each channel's power. Two ways:
+What is minimised is the expected square of the output's error, a quadratic form of the weights' error in the second
+moment of the layer's inputs: the identity where nothing is known of them, else the diagonal of each channel's power.
+Two ways:
 
 * search: of several scales (per row for int8 and w4a4, per block of 16 for nvfp4, per weight for float8) the one with
   the least error;
@@ -21,8 +22,9 @@ from dataclasses import dataclass
 import torch
 
 from .formats import Recipe
-from .kernels import e2m1_codes, packed_high_first, packed_low_first
+from .kernels import e2m1_codes, packed_high_first, packed_low_first, tiled
 from .kitchen import quantize_matrix
+from .rotation import hadamard
 
 __all__ = ["ROUNDING", "Rounding", "best_stretch", "improves"]
 
@@ -97,10 +99,10 @@ def _by_rows(
     group = recipe.convrot_groupsize
     moments = None
     if group:
-        hadamard = _hadamard(group, weight.device)
-        weight = (weight.view(-1, group) @ hadamard).view(weight.shape)
+        matrix = hadamard(group).to(weight.device)
+        weight = (weight.view(-1, group) @ matrix).view(weight.shape)
         if power is not None:
-            moments = hadamard * power.to(weight.device).view(-1, 1, group) @ hadamard  # [K / G, G, G]
+            moments = matrix * power.to(weight.device).view(-1, 1, group) @ matrix  # [K / G, G, G]
     importance = torch.ones(weight.shape[1], device=weight.device)
     if power is not None and not group:
         importance = power.to(weight.device)
@@ -120,12 +122,6 @@ def _by_rows(
     if limit == 127:
         return {"weight": codes, "weight_scale": scale}
     return {"weight": packed_low_first(codes), "weight_scale": scale.view(-1)}
-
-
-def _hadamard(group: int, device: torch.device) -> torch.Tensor:
-    from comfy_kitchen.tensor.int8_utils import _build_hadamard
-
-    return _build_hadamard(group).to(device)
 
 
 def _row_codes(weight: torch.Tensor, scale: torch.Tensor, limit: int) -> torch.Tensor:
@@ -170,8 +166,6 @@ def _fed_back(weight: torch.Tensor, scale: torch.Tensor, limit: int, moments: to
 def _nvfp4(
     weight: torch.Tensor, scale: torch.Tensor, power: torch.Tensor | None, end: float | None
 ) -> dict[str, torch.Tensor]:
-    from comfy_kitchen.float_utils import to_blocked
-
     rows, columns = (-(-size // 16) * 16 for size in weight.shape)
     padded = torch.nn.functional.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))
     blocks = padded.view(rows, -1, 16)
@@ -191,7 +185,7 @@ def _nvfp4(
     codes = e2m1_codes(_over(blocks, chosen, scale).view(-1))
     return {
         "weight": packed_high_first(codes).view(rows, columns // 2),
-        "weight_scale": to_blocked(chosen.view(torch.float8_e4m3fn), flatten=False),
+        "weight_scale": tiled(chosen.view(torch.float8_e4m3fn)),
         "weight_scale_2": scale,
     }
 

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from comfy_kitchen.backends.eager.quantization import rotate_int8_convrot_weight
+from comfy_kitchen.float_utils import to_blocked
+from comfy_kitchen.tensor.int8_utils import _build_hadamard
 
 from nativedit.quant.formats import FORMATS, parse_recipe
-from nativedit.quant.kernels import peak_of, quantize_fast, rotated
+from nativedit.quant.kernels import peak_of, quantize_fast, tiled
 from nativedit.quant.kitchen import layout_of, tensor_scale
+from nativedit.quant.rotation import hadamard, rotated, rotated_at_once
 
 RECIPES = [
     "int8_convrot",
@@ -110,6 +113,26 @@ def test_block_formats_pad_as_comfy_kitchen_does(name, shape):
         ours = quantize_fast(weight, recipe, tensor_scale(recipe, weight.abs().amax()))[key]
         assert ours.shape == tensor.shape
         assert torch.equal(_bytes(ours), _bytes(tensor)), key
+
+
+@pytest.mark.parametrize("size", [4, 16, 64, 256, 1024])
+def test_the_rotation_matrix_is_comfy_kitchens(size):
+    assert torch.equal(hadamard(size), _build_hadamard(size))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(64, 1024), (99, 1024), (1, 2048), (2500, 256)])
+def test_the_long_product_is_comfy_kitchens(shape, dtype):
+    weight = _noise(14, *shape).to(dtype)
+    for group in (4, 64, 256):
+        assert torch.equal(rotated_at_once(weight, group), rotate_int8_convrot_weight(weight, group))
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (1, 1), (129, 5), (300, 192), (256, 13)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_the_tiles_of_block_scales_are_comfy_kitchens(shape, dtype):
+    scales = torch.randint(0, 120, shape, generator=torch.Generator().manual_seed(15)).to(torch.uint8).view(dtype)
+    assert torch.equal(tiled(scales).view(torch.uint8), to_blocked(scales, flatten=False).view(torch.uint8))
 
 
 @pytest.mark.parametrize("group", [4, 16, 64, 256, 1024])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,6 +69,25 @@ def test_a13_files_are_inspected_without_the_package(model: Path, monkeypatch: p
     assert nativedit.inspect(target).quantization.is_quantized
     with open_checkpoint(target) as checkpoint:
         assert "nvfp4" in inspect_layers(checkpoint).text()
+
+
+def test_quantizing_on_a_cpu_does_not_wait_for_the_package(model: Path):
+    """Importing it takes as long as quantizing a gigabyte."""
+    command = """if True:
+        import sys
+        from nativedit.cli import main
+        source, *names = sys.argv[1:]
+        for name in names:
+            target = source.replace("model.", name + ".")
+            assert main(["quantize", source, target, "--format", name, "--include", "*up*", "--device", "cpu"]) == 0
+        assert main(["inspect", target]) == 0
+        print(sorted({module.split(".")[0] for module in sys.modules} & {"comfy_kitchen", "sympy"}))
+        print("torch._dynamo" in sys.modules)
+    """
+    names = [name for name in OFFERED if name != "asym_w4a8_int8"]
+    result = subprocess.run([sys.executable, "-c", command, model, *names], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-2:] == ["[]", "False"]
+    assert result.stdout.count("quantized 3 of 3") == len(names)
 
 
 def test_g07_the_doctor_says_what_this_machine_can_do(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
