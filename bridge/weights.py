@@ -25,7 +25,7 @@ from ..files.errors import FileError
 from ..files.memory import Lazy, TensorSource
 from ..quant.errors import QuantError
 from ..quant.formats import Recipe
-from ..quant.markers import MARKER, RECORD_KEY, Record, parse_marker
+from ..quant.markers import MARKER, RECORD_KEY, Provenance, parse_marker
 from ..quant.reader import read_quantized
 from .quantized import stored_tensor
 
@@ -116,7 +116,7 @@ def _noted(tensors: Entries, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
         marker = parse_marker(tensors[f"{layer}.{MARKER}"].cpu().numpy().tobytes())
         if marker is not None:
             layers[layer] = {"marker": marker, "shape": list(shape), "crc32": "0" * 8}
-    return {RECORD_KEY: Record(layers=layers).encode()} if layers else {}
+    return {RECORD_KEY: Provenance(layers=layers).encode()} if layers else {}
 
 
 def patched_entries(patcher: Any, prefix: str = "", baking: Baking | None = None) -> tuple[Entries, dict[str, Recipe]]:

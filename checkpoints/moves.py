@@ -17,7 +17,7 @@ from ..files.dtypes import name_of, nbytes, torch_dtype
 from ..files.errors import FileError
 from ..files.writer import tensor_bytes
 from ..quant.layer import Layer, normalised
-from ..quant.markers import MARKER, Record, checksum, encode_marker
+from ..quant.markers import MARKER, Provenance, checksum, encode_marker
 from ..quant.output import Assembly
 from ..quant.reader import settle_conflicts
 from ..quant.stream import COPIED, Task, Writing
@@ -113,10 +113,10 @@ class Move:
         assembly.computed(entries, step, size)
         assembly.constant(f"{name}.{MARKER}", encode_marker(marker))
 
-    def record(self) -> Record | None:
+    def provenance(self) -> Provenance | None:
         """The note of our own about quantized layers, under their new names; None when the source has none."""
         found = self.checkpoint.quantized.record
-        return None if found is None else Record(found.format, found.policy, found.source, self.records)
+        return None if found is None else Provenance(found.format, found.policy, found.source, self.records)
 
 
 class _LayerReader:

@@ -126,7 +126,7 @@ def _shards(move: Move, limit: int) -> list[list[Target]]:
 def _metadata(moves: list[tuple[str, Move]], added: Mapping[str, str]) -> dict[str, str]:
     kept: dict[str, str] = {}
     for _, move in moves:
-        for key, value in kept_metadata(move.checkpoint.source, move.record()).items():
+        for key, value in kept_metadata(move.checkpoint.source, move.provenance()).items():
             kept.setdefault(key, value)
     return {**kept, **added}
 

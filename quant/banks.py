@@ -1,8 +1,9 @@
 """Products with a bank of expert weights, and the float weights of a quantized bank: all experts at once.
 
 A bank is worked through in pieces of many experts, so that what is unpacked or widened on the way stays small beside
-the bank itself (a published bank is 352 million weights: 0.7 GB in bfloat16, 1.4 GB in float32).
+the bank itself.
 """
+# A published bank is 352 million weights: 0.7 GB in bfloat16, 1.4 GB in float32.
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ _TILE_ROWS, _TILE_COLUMNS = 128, 4
 
 def _slow_on_a_cpu() -> frozenset[torch.dtype]:
     """What this processor has no units for. torch then multiplies value by value, 5 to 40 times slower than float32."""
-    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    known = {dtype: getattr(torch.ops.mkldnn, name, None) for dtype, name in checks.items()}
-    return frozenset(dtype for dtype, check in known.items() if check is not None and not check())
+    checks = {
+        torch.bfloat16: getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None),
+        torch.float16: getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None),
+    }
+    return frozenset(dtype for dtype, check in checks.items() if check is not None and not check())
 
 
 SLOW_ON_A_CPU = _slow_on_a_cpu() if torch.backends.mkldnn.is_available() else frozenset()

@@ -76,7 +76,8 @@ class Budget:
 
 
 def split_formats(text: str) -> list[str]:
-    """The recipes of "int8_convrot,asym_w4a8_int8:group=32,codebook=no": a comma also parts the switches of one."""
+    """The recipes of a list: a comma stands between recipes, and between the switches of one recipe too."""
+    # For example: int8_convrot,asym_w4a8_int8:group=32,codebook=no
     found: list[str] = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         if "=" in part and ":" not in part and found:
@@ -87,7 +88,8 @@ def split_formats(text: str) -> list[str]:
 
 
 def parse_size(size: str | float) -> int:
-    """Bytes of "6GB" (10^9), "5.5 GiB" (2^30), "800M" or a number. Raises ValueError."""
+    """Bytes of a size in words, in decimal or in binary units, or of a plain number. Raises ValueError."""
+    # 6GB is six times 10^9, 5.5 GiB is 5.5 times 2^30; 800M, 800MB and 800e6 are the same.
     if isinstance(size, (int, float)):
         number = float(size)
     else:

@@ -31,13 +31,13 @@ class Phases:
         return Meter(self._measuring, None if self._progress is None else self._first)
 
     def write(self, total: int) -> Meter:
-        def second(done: int, _: int, label: str) -> None:
+        def second(done: int, known_total: int, label: str) -> None:
             scaled = self._writing * done // max(total, 1)
             self._progress(self._measuring + scaled, self._measuring + self._writing, label)
 
         return Meter(total, None if self._progress is None else second)
 
-    def _first(self, done: int, _: int, label: str) -> None:
+    def _first(self, done: int, known_total: int, label: str) -> None:
         self._progress(done, self._measuring + self._writing, f"measuring {label}")
 
 

@@ -1,9 +1,10 @@
 """What a model's layers were given while a graph ran: gathered by hooks, kept in a small file, used by quantize.
 
-A file of statistics is a safetensors file: per layer ``LAYER.input_amax`` and ``LAYER.input_power``, both F32 [K], the
-largest magnitude and the mean square of every input channel; its header says how they were gathered. Layer names are
-the model's own, without a file's prefix.
+A file of statistics is a safetensors file. Per layer it holds two vectors in float32, with one number per input
+channel: the largest magnitude and the mean square. Its header says how they were gathered. Layer names are the model's
+own, without a file's prefix.
 """
+# The keys are LAYER.input_amax and LAYER.input_power, both F32 [K].
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from ..files import Source
 from ..files.dtypes import nbytes
 from .formats import FORMATS
 from .layer import Layer, canonical_tensors
-from .markers import HEADER_KEY, MARKER, RECORD_KEY, Record, encode_marker
+from .markers import HEADER_KEY, MARKER, RECORD_KEY, Provenance, encode_marker
 from .output import Assembly
 
 __all__ = ["add_canonical", "entry_bytes", "kept_metadata"]
@@ -43,7 +43,7 @@ def entry_bytes(assembly: Assembly) -> int:
     return sum(nbytes(dtype, shape) for _, dtype, shape in assembly.entries)
 
 
-def kept_metadata(source: Source, record: Record | None) -> dict[str, str]:
+def kept_metadata(source: Source, record: Provenance | None) -> dict[str, str]:
     metadata = {key: value for key, value in source.metadata.items() if key not in (HEADER_KEY, RECORD_KEY)}
     if record is not None:
         metadata[RECORD_KEY] = record.encode()

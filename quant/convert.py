@@ -24,7 +24,7 @@ from .formats import FORMATS, Recipe, parse_recipe
 from .kitchen import layout_of
 from .layer import Layer
 from .limits import Limits
-from .markers import MARKER, Record, encode_marker
+from .markers import MARKER, Provenance, encode_marker
 from .measure import sampled_error
 from .output import Assembly, assemblies_for, write_output
 from .policy import CardPolicy, Decision, Policy, decide, read_policy
@@ -117,11 +117,11 @@ def quantize(
             input_power = craft.calibration.powers(key.removesuffix(".weight") for key in opened)
         identity = source_identity(opened, hash_source)
 
-        def record_of(records: dict[str, dict[str, Any]], decisions: list[Decision], sqnr: float | None) -> Record:
+        def record_of(records: dict[str, dict[str, Any]], decisions: list[Decision], sqnr: float | None) -> Provenance:
             if budget is None:
-                return Record(str(plan.recipe), plan.name, identity, records)
+                return Provenance(str(plan.recipe), plan.name, identity, records)
             note = {"budget": budget.note(), "sqnr": rounded(sqnr), "policy": plan_as_policy(decisions)}
-            return Record(summary_format(decisions), plan.name, identity, records, note)
+            return Provenance(summary_format(decisions), plan.name, identity, records, note)
 
         def size_of(decisions: list[Decision], sqnr: float | None = 100.0) -> int:
             assemblies, records = assemble(opened, destination, found, layers, decisions, target_device, craft)
@@ -174,7 +174,7 @@ def quantize(
         record = record_of(records, decisions, report.sqnr)
         total = sum(assembly.read_bytes for assembly in assemblies)
         meter = Meter(total, progress) if phases is None else phases.write(total)
-        write_output(opened, destination, assemblies, lambda _: kept_metadata(opened, record), meter)
+        write_output(opened, destination, assemblies, lambda assembly: kept_metadata(opened, record), meter)
         report.written = True
         report.seconds = time.monotonic() - started
         return report

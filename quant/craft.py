@@ -25,16 +25,16 @@ _SAMPLE_ROWS = 128
 
 @dataclass(frozen=True)
 class Craft:
-    """``compute``: "stored" (in the weight's own dtype: ComfyUI's bytes) or "float32" (a little more exact);
-    ``calibration``: writes ``input_scale`` where the format has one, and with ``smooth`` nvfp4's ``pre_quant_scale``;
-    ``rounding``: how weights become codes, None for one by one.
+    """What may be done for a layer beyond its recipe. Raises ValueError for an unknown arithmetic, and for smoothing
+    without a calibration."""
 
-    Raises ValueError for an unknown compute, and for smooth without a calibration.
-    """
-
+    # "stored": in the weight's own dtype, which gives ComfyUI's bytes; "float32": a little more exact.
     compute: str = COMPUTE[0]
+    # Writes `input_scale` where the format has one.
     calibration: Calibration | None = None
+    # By the calibration, the `pre_quant_scale` of nvfp4 too.
     smooth: bool = False
+    # How weights become codes; None for one by one.
     rounding: Rounding | None = None
 
     def __post_init__(self) -> None:

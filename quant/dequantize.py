@@ -73,7 +73,7 @@ def dequantize(
             report.warnings.append("nothing in it is quantized: its tensors are copied as they are")
         report.bytes_after = sum(entry_bytes(assembly) for assembly in assemblies)
         meter = Meter(sum(assembly.read_bytes for assembly in assemblies), progress)
-        write_output(opened, destination, assemblies, lambda _: kept_metadata(opened, None), meter)
+        write_output(opened, destination, assemblies, lambda assembly: kept_metadata(opened, None), meter)
         report.written = True
         report.seconds = time.monotonic() - started
         return report

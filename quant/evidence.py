@@ -47,7 +47,7 @@ def settle(evidence: Evidence) -> Layer | None:
     if layer is None:
         return None
     layer = _with_notes(evidence, claim, layer)
-    _check_against_record(evidence, layer)
+    _check_against_header(evidence, layer)
     return layer
 
 
@@ -81,13 +81,13 @@ def _refuse_foreign(evidence: Evidence, claim: Claim | None) -> None:
     if "weight_correction" in infos:
         raise Unsettled(
             "unsupported",
-            "it has a weight_correction (the asymmetric kind of asym_w4a8_int8), which ComfyUI ignores: its weights "
-            "would be 40% off. Quantize the original again",
+            "it has a weight_correction, as the asymmetric kind of this format has, which ComfyUI ignores: its weights "
+            "would be wrong by 40%. Quantize the original again",
         )
     if "weight_scale_inv" in infos:
         raise Unsettled(
             "unsupported",
-            "it is block-wise fp8 (weight_scale_inv), which ComfyUI does not read. Start from the original",
+            "it is block-wise fp8 with a weight_scale_inv, which no version of ComfyUI reads. Start from the original",
         )
     if claim is not None and claim.format is not None and claim.format not in FORMATS:
         known = ", ".join(FORMATS)
@@ -160,7 +160,7 @@ def _logical_shape(evidence: Evidence, layer: Layer) -> tuple[tuple[int, ...], b
     return (*layer.shape[:-2], rows, columns), False
 
 
-def _check_against_record(evidence: Evidence, layer: Layer) -> None:
+def _check_against_header(evidence: Evidence, layer: Layer) -> None:
     if evidence.record is None or evidence.overruled:
         return
     recorded = read_claim(evidence.record["marker"])

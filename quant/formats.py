@@ -1,8 +1,9 @@
 """Every comfy_quant format as data: which tensors a layer has, of which type and shape, and what a weight must fulfil.
 
-Source of the facts: files written by ComfyUI 0.33 and comfy-kitchen's layout classes. A weight is [N, K] (N rows =
-output features) or, for a bank of experts, [E, N, K]; every side tensor of a bank has the same leading E.
+A weight is a matrix with one row per output feature or, for a bank of experts, one such matrix per expert; every side
+tensor of a bank has the experts in front too.
 """
+# Shapes: [N, K] and [E, N, K]. Source of the facts: files written by ComfyUI 0.33, comfy-kitchen's layout classes.
 
 from __future__ import annotations
 
@@ -32,19 +33,19 @@ def _is_group(group: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One way to store a layer: a format and its switches.
-
-    ``row_scales`` (int8_tensorwise) one scale per row instead of one per tensor; ``convrot_groupsize`` the width of
-    the Hadamard rotation, None for none; ``group_size`` and ``codebook`` (asym_w4a8_int8); ``linear_dtype``
-    (convrot_w4a4: "int8" asks for the int8 kernel); ``full_precision`` asks ComfyUI not to multiply in the format.
-    """
+    """One way to store a layer: a format and its switches."""
 
     format: str
+    # int8_tensorwise: one scale per row instead of one per tensor.
     row_scales: bool = False
+    # The width of the Hadamard rotation, None for none.
     convrot_groupsize: int | None = None
+    # Both of asym_w4a8_int8.
     group_size: int | None = None
     codebook: bool = False
+    # convrot_w4a4: "int8" asks for the int8 kernel.
     linear_dtype: str | None = None
+    # Asks ComfyUI not to multiply in the format.
     full_precision: bool = False
 
     def marker(self, experts: int | None = None) -> dict[str, Any]:
@@ -83,20 +84,22 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Format:
-    """A storage format. ``since`` is the first ComfyUI that reads it, per kind of layer ("linear", "embedding",
-    "bank"); a kind that is absent can't be stored so. ``fast_capability`` is the CUDA compute capability from which
-    its fast matrix product runs; ``bytes_per_weight`` includes scales."""
+    """A storage format."""
 
     name: str
     layout: str
     weight_dtype: str
+    # The first ComfyUI that reads it, per kind of layer: "linear", "embedding", "bank". A kind that is absent can't be
+    # stored so.
     since: dict[str, str]
+    # Scales included.
     bytes_per_weight: float
     entries_of: Callable[[Shape, Recipe], dict[str, Entry]] = field(repr=False)
     constraint: Callable[[Shape, Recipe], str | None] = field(repr=False)
     default: Recipe = field(repr=False)
     packing: int = 1
     padding: int = 1
+    # The CUDA compute capability from which its fast matrix product runs.
     fast_capability: tuple[int, int] = (0, 0)
     optional: tuple[str, ...] = ()
 
@@ -315,6 +318,7 @@ def is_format(name: str) -> bool:
 
 
 _SWITCH = r"(scale|convrot|group|codebook|linear)=(\w+)"
+_SWITCHES = ("scale=row|tensor", "convrot=SIZE|no", "group=SIZE", "codebook=yes|no", "linear=int4|int8")
 
 
 def format_named(name: str) -> Format:
@@ -327,10 +331,12 @@ def format_named(name: str) -> Format:
 
 
 def parse_recipe(text: str | Recipe) -> Recipe:
-    """``"int8_convrot"``, ``"int8_tensorwise:scale=tensor"``, ``"convrot_w4a4:convrot=64,linear=int8"``, ...
+    """A format's name, or its name and switches behind a colon. A bare name takes the format's defaults.
 
-    A bare name takes the format's defaults (int8_tensorwise: one scale per row, no rotation). Raises ValueError.
+    Raises ValueError.
     """
+    # For example int8_convrot, int8_tensorwise:scale=tensor (by default one scale per row and no rotation),
+    # convrot_w4a4:convrot=64,linear=int8.
     if isinstance(text, Recipe):
         format_named(text.format)
         return text
@@ -339,10 +345,7 @@ def parse_recipe(text: str | Recipe) -> Recipe:
     for switch in filter(None, switches.split(",")):
         match = re.fullmatch(_SWITCH, switch.strip())
         if match is None:
-            raise ValueError(
-                f"can't read {switch!r} in the format {text!r}; "
-                "switches are scale=row|tensor, convrot=SIZE|no, group=SIZE, codebook=yes|no, linear=int4|int8"
-            )
+            raise ValueError(f"can't read {switch!r} in the format {text!r}; switches are " + ", ".join(_SWITCHES))
         recipe = _switched(recipe, match[1], match[2], text)
     return recipe
 

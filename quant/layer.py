@@ -21,22 +21,21 @@ __all__ = ["Layer", "canonical_tensors", "dequantize_rows", "dequantize_tensors"
 
 @dataclass(frozen=True)
 class Layer:
-    """How the weight of one layer is stored, whatever dialect the file speaks.
-
-    ``shape`` is the logical [N, K] or [E, N, K]; where a format pads (nvfp4, mxfp8) and the file does not say by how
-    much, ``exact`` is False and ``shape`` is the padded one. ``keys`` maps canonical suffixes ("weight",
-    "weight_scale", "input_scale", ...) to the file's keys; ``leftovers`` are keys that only carried notes (markers).
-    ``dialect``: "comfy_quant", "header", "legacy", "scales" (dtype and scales alone) or "cast" (plain float8, no
-    scale). ``notes`` say what was settled by evidence and what `repair` would change.
-    """
+    """How the weight of one layer is stored, whatever dialect the file speaks."""
 
     name: str
     recipe: Recipe
+    # The logical [N, K] or [E, N, K].
     shape: tuple[int, ...]
+    # Canonical suffixes ("weight", "weight_scale", "input_scale", ...) -> the file's keys.
     keys: Mapping[str, str]
+    # "comfy_quant", "header", "legacy", "scales" (dtype and scales alone) or "cast" (plain float8, no scale).
     dialect: str = "comfy_quant"
+    # False: the format pads (nvfp4, mxfp8), the file does not say by how much, and `shape` is the padded one.
     exact: bool = True
+    # What was settled by evidence, and what `repair` would change.
     notes: tuple[str, ...] = ()
+    # Keys that only carried notes (markers).
     leftovers: tuple[str, ...] = field(default=(), repr=False)
 
     @property
@@ -59,9 +58,9 @@ def _as_dtype(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def normalised(tensors: Mapping[str, torch.Tensor], layer: Layer) -> dict[str, torch.Tensor]:
-    """The layer's tensors (canonical suffix -> as stored) as ComfyUI's loader wants them, marker left out.
+    """The tensors of a layer, by canonical suffix, as ComfyUI's loader wants them; its marker is left out.
 
-    A float8 layer whose scale is per row keeps it (it dequantizes right everywhere). A legacy ``input_scale`` of 1 is
+    A float8 layer with a scale per row keeps it, for that dequantizes right everywhere. A legacy input scale of one is
     dropped, as ComfyUI's own conversion of such files does.
     """
     wanted = FORMATS[layer.recipe.format].entries(layer.shape, layer.recipe)

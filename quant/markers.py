@@ -16,13 +16,13 @@ from .errors import QuantError
 __all__ = [
     "MARKER",
     "RECORD_KEY",
-    "Record",
+    "Provenance",
     "checksum",
     "encode_marker",
     "header_claims",
     "parse_marker",
     "read_marker",
-    "read_record",
+    "read_provenance",
 ]
 
 MARKER = "comfy_quant"
@@ -32,7 +32,7 @@ _MAX_MARKER_BYTES = 64 * 1024
 
 
 def encode_marker(marker: Mapping[str, Any]) -> torch.Tensor:
-    """The uint8 tensor that ComfyUI stores: Python's default JSON spelling, as UTF-8."""
+    """The bytes that ComfyUI stores as a tensor: json as Python spells it when nothing is asked of it."""
     return torch.tensor(list(json.dumps(dict(marker)).encode("utf-8")), dtype=torch.uint8)
 
 
@@ -111,18 +111,16 @@ def checksum(data: memoryview | bytes, start: int = 0) -> int:
 
 
 @dataclass
-class Record:
-    """What we note in the header of a file that we quantized.
-
-    ``layers``: name -> {"marker": {...}, "shape": logical shape, "crc32": hex of the stored weight bytes}; ``source``
-    tells the original apart from others: hash of its header and its size. ``plan``: of a file made within a budget,
-    {"budget", "sqnr" in decibels, "policy" that gives it again}.
-    """
+class Provenance:
+    """Our record of how a file was quantized, which stands in its header."""
 
     format: str = ""
     policy: str = ""
+    # Tells the original apart from others: hash of its header and its size.
     source: dict[str, Any] = field(default_factory=dict)
+    # Name -> {"marker": {...}, "shape": logical shape, "crc32": hex of the stored weight bytes}.
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Of a file made within a budget: {"budget", "sqnr" in decibels, "policy" that gives it again}.
     plan: dict[str, Any] = field(default_factory=dict)
 
     def encode(self) -> str:
@@ -132,9 +130,9 @@ class Record:
         return json.dumps({**content, "layers": self.layers}, separators=(",", ":"))
 
 
-def read_record(source: Source) -> Record | None:
+def read_provenance(source: Source) -> Provenance | None:
     """Our own record, or None when the file has none that can be understood (it is only additional evidence)."""
-    record: Record | None = None
+    record: Provenance | None = None
     for part in source.parts:
         try:
             parsed = json.loads(part.metadata.get(RECORD_KEY, "null"))
@@ -142,8 +140,8 @@ def read_record(source: Source) -> Record | None:
             continue
         if not isinstance(parsed, dict) or parsed.get("version") != 1 or not isinstance(parsed.get("layers"), dict):
             continue
-        layers = {name: layer for name, layer in parsed["layers"].items() if _is_layer_record(layer)}
-        record = record or Record(
+        layers = {name: layer for name, layer in parsed["layers"].items() if _describes_a_layer(layer)}
+        record = record or Provenance(
             str(parsed.get("format", "")), str(parsed.get("policy", "")), parsed.get("source", {})
         )
         if isinstance(parsed.get("plan"), dict):
@@ -152,7 +150,7 @@ def read_record(source: Source) -> Record | None:
     return record
 
 
-def _is_layer_record(layer: Any) -> bool:
+def _describes_a_layer(layer: Any) -> bool:
     return (
         isinstance(layer, dict)
         and isinstance(layer.get("marker"), dict)

@@ -114,7 +114,11 @@ class _Layer:
                 yield self._task(
                     run, lambda run, weight, common=common, look=not twice: self._measure(common, look, run, weight)
                 )
-        yield Task(lambda: torch.empty(0), lambda _: done(LayerError(self.signal, tuple(self.noise))), 0, self.name)
+
+        def finish(nothing: torch.Tensor) -> None:
+            done(LayerError(self.signal, tuple(self.noise)))
+
+        yield Task(lambda: torch.empty(0), finish, 0, self.name)
 
     def _task(self, run: RowRun, handle: Callable[[RowRun, torch.Tensor], None], counted: bool = True) -> Task:
         count = (run.stop - run.start) * self.rows.shape[-1] * self.rows.dtype.itemsize

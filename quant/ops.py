@@ -1,14 +1,12 @@
-"""Layers that load comfy_quant entries: pass one of these namespaces as ``operations=`` to any module of the pack.
+"""Layers that load comfy_quant entries: pass one of these namespaces as the operations of any module of the pack.
 
-A layer without a marker keeps its dtype and computes in its input's. With one, ``load_state_dict(strict=True)``
-takes the side tensors and the marker along, `state_dict` gives them back unchanged, and `forward` multiplies
-
-* `QuantOps`: in the format itself where the device has a fast product for it and the marker does not forbid it, else
-  with the weight dequantized to the input's dtype;
-* `ComfyUIOps`: as ComfyUI 0.33 does, which runs integer formats in the format on every device, CPU included, and
-  float formats without a calibrated input scale at scale 1;
-* `DequantizedOps`: always dequantized.
+A layer without a marker keeps its dtype and computes in its input's. One with a marker takes the side tensors and the
+marker along when it loads, even strictly, and gives them back unchanged. The namespaces differ in how it multiplies:
+in the format itself where the device has a fast product for it and the marker does not forbid it, else with the weight
+dequantized to the input's dtype; or as ComfyUI does; or always dequantized.
 """
+# In this order: QuantOps, ComfyUIOps, DequantizedOps. ComfyUI 0.33 runs integer formats in the format on every device,
+# CPU included, and float formats without a calibrated input scale at scale 1.
 
 from __future__ import annotations
 
@@ -199,9 +197,9 @@ class _Linear(_Quantized, cast.Linear):
 
 
 class _Embedding(_Quantized, cast.Embedding):
-    """``forward(ids, out_dtype=None)``: quantized rows come out in ``out_dtype``, bfloat16 unless named.
+    """A table whose quantized rows come out in the dtype that is asked for, in bfloat16 when none is.
 
-    As in ComfyUI, int8 rows are rounded to bfloat16 first, float8 rows are computed in ``out_dtype``.
+    As in ComfyUI, rows of integers are rounded to bfloat16 first, rows of floats are computed in that dtype.
     """
 
     def _logical_shape(self) -> tuple[int, int]:
@@ -223,7 +221,9 @@ class _Embedding(_Quantized, cast.Embedding):
 
 
 class _MoEExperts(_Quantized, torch.nn.Module):
-    """A bank of expert weights [experts, out, in], with the constructor and methods of ComfyUI's ``MoEExperts``."""
+    """A bank of expert weights, with the constructor and the methods of the class that ComfyUI has for them."""
+
+    # ComfyUI's MoEExperts; the weights are [experts, out, in].
 
     def __init__(
         self, num_experts: int, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None

@@ -27,23 +27,24 @@ NARROW_GROUP = 64
 
 @dataclass(frozen=True)
 class CardPolicy:
-    """What an architecture's card says about quantizing it. Patterns are globs over layer names (no prefix, no
-    ``.weight``): ``layers.*.attention.qkv``.
+    """What an architecture's card says about quantizing it. Patterns are globs over layer names, which have neither
+    the file's prefix nor the word weight."""
 
-    ``blocks`` the layers to quantize (empty: the generic rules choose); ``never`` (pattern, why) pairs, which win over
-    ``blocks``; ``banks`` 3-D weights that are expert banks [E, out, in]; ``embeddings`` tables that are looked up;
-    ``pointwise`` 1x1 convolutions [out, in, 1, 1] that the module computes as matrices, stored as such once quantized;
-    ``alternatives`` (pattern, format, recipe): what a layer gets that ``format`` can't hold as it was asked for;
-    ``min_weights`` smallest weight worth it; ``layout`` the recipe that published files of it use ("" unknown).
-    """
-
+    # The layers to quantize, as `layers.*.attention.qkv`; empty: the generic rules choose.
     blocks: tuple[str, ...] = ()
+    # (pattern, why) pairs, which win over `blocks`.
     never: tuple[tuple[str, str], ...] = ()
+    # 3-D weights that are expert banks [E, out, in].
     banks: tuple[str, ...] = ()
+    # Tables that are looked up.
     embeddings: tuple[str, ...] = ()
+    # 1x1 convolutions [out, in, 1, 1] that the module computes as matrices, stored as such once quantized.
     pointwise: tuple[str, ...] = ()
+    # (pattern, format, recipe): what a layer gets that `format` can't hold as it was asked for.
     alternatives: tuple[tuple[str, str, str], ...] = ()
+    # The smallest weight worth it.
     min_weights: int | None = None
+    # The recipe that published files of it use; "" unknown.
     layout: str = ""
 
     def matrix_shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -110,10 +111,10 @@ def _first_match(patterns: Iterable[str], name: str) -> str | None:
 
 
 def block_stacks(shapes: Shapes) -> dict[str, list[int]]:
-    """Stacks of blocks: parent name -> the block numbers, e.g. ``"layers"`` -> [0, 1, ..., 29].
+    """Stacks of blocks: the numbers of the blocks by the name of their parent.
 
     A numbered child is a block when it holds at least two matrices; the steps of a ``Sequential`` hold one each.
-    Blocks within blocks (a ModuleList of experts, of resnets) belong to the outermost stack.
+    Blocks within blocks, such as a list of experts or of resnets, belong to the outermost stack.
     """
     matrices: dict[tuple[str, int], int] = {}
     for name, shape in shapes.items():
@@ -143,7 +144,8 @@ def _block_of(layer: str, stacks: Mapping[str, list[int]]) -> tuple[str, int] | 
 _SENSITIVE = (
     (r"ada_?ln|ada_?layer_?norm|modulation|(^|[._])mod(ulate)?(_\d+)?($|[._])|norm\w*\.linear|film", "modulation"),
     (r"(^|[._])(t|time|timestep|y|x|c|cap|label|pos|patch|guidance|vector)_?embed", "an embedder"),
-    (r"time(step)?_?(in|proj|mlp)|(^|[._])t_block|guidance|distilled", "timestep or guidance"),
+    (r"time(step)?_?(in|proj|mlp)|(^|[._])t_block", "timestep or guidance"),
+    (r"guidance|distilled", "timestep or guidance"),
     (r"router|(^|[._])gate$", "a router or gate"),
     (r"norm(\d|_[qk])?$", "a norm"),
     (r"scale_shift|table|register|pos_emb|position", "a table"),
@@ -321,13 +323,14 @@ class PolicyFile:
 
 
 def read_policy(policy: str | os.PathLike | Mapping[str, Any] | None) -> PolicyFile:
-    """A policy from a TOML file, the same content as a dict, or the plan in the header of a file that was quantized
-    within a budget.
+    """A policy from a file of rules, the same content as a dict, or the plan in the header of a file that was quantized
+    within a budget. Raises ValueError.
 
-    ``[[layers]]`` tables hold ``match`` (a glob, or a list of them) and ``format`` (a recipe, or "keep"); the first
-    that matches a layer decides. At the top: format, include, exclude, keep_edges, min_weights, max_error, and for
-    budgets target_size, min_sqnr, formats. Raises ValueError.
+    Each table of layers has a glob to match, or a list of them, and a format, which is a recipe or the word keep; the
+    first table that matches a layer decides.
     """
+    # TOML with [[layers]] tables of `match` and `format`. At the top stand format, include, exclude, keep_edges,
+    # min_weights, max_error, and for budgets target_size, min_sqnr, formats.
     if policy is None:
         return PolicyFile()
     name = "given"
@@ -359,10 +362,10 @@ def read_policy(policy: str | os.PathLike | Mapping[str, Any] | None) -> PolicyF
 
 def _plan_in(path: str | os.PathLike) -> dict[str, Any]:
     from ..files import open_source
-    from .markers import read_record
+    from .markers import read_provenance
 
     with open_source(path) as source:
-        record = read_record(source)
+        record = read_provenance(source)
     plan = record.plan.get("policy") if record is not None else None
     if not isinstance(plan, dict):
         raise ValueError(f"{os.fspath(path)} has no plan in its header: nativedit did not quantize it within a budget")

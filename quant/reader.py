@@ -11,7 +11,7 @@ from ..files import Source
 from .errors import Problem, QuantError
 from .evidence import Evidence, Unsettled, settle
 from .layer import Layer, canonical_tensors
-from .markers import MARKER, Record, checksum, encode_marker, header_claims, read_marker, read_record
+from .markers import MARKER, Provenance, checksum, encode_marker, header_claims, read_marker, read_provenance
 
 __all__ = ["QuantizedFile", "canonical_state_dict", "read_quantized"]
 
@@ -48,7 +48,7 @@ class QuantizedFile:
     conflicts: dict[str, Problem] = field(default_factory=dict)
     notes_keys: set[str] = field(default_factory=set)
     evidence: dict[str, Evidence] = field(default_factory=dict, repr=False)
-    record: Record | None = None
+    record: Provenance | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -99,7 +99,7 @@ def read_quantized(source: Source) -> QuantizedFile:
     Raises QuantError when a header's quantization entry can't be understood; what is wrong with single layers is
     collected in ``problems``.
     """
-    found = QuantizedFile(source.path, record=read_record(source))
+    found = QuantizedFile(source.path, record=read_provenance(source))
     groups, markers, legacy = _group(source)
     claims = header_claims(source)
     found.notes_keys.update(markers.values(), legacy.values())
@@ -171,10 +171,9 @@ def weight_checksum(source: Source, key: str, chunk: int = 64 << 20) -> str:
 
 
 def canonical_state_dict(source: Source, *, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Everything under ``prefix`` (stripped) in memory, quantized layers in canonical form with their markers.
+    """Everything under a prefix, which is taken off, in memory; quantized layers in canonical form with their markers.
 
-    What `quant.ops` modules load with ``load_state_dict(strict=True)``. Raises QuantError for layers that can't be
-    read rightly.
+    This is what the layers of `ops` load, and load strictly. Raises QuantError for layers that can't be read rightly.
     """
     found = read_quantized(source)
     settle_conflicts(source, found)

@@ -29,12 +29,12 @@ def read_tensors(evidence: Evidence, claim: Claim | None) -> Layer | None:
     if "weight_scale_2" in infos:
         return _nvfp4(evidence, claim)
     if weight.dtype in FLOAT8:
-        return _fp8(evidence, claim, FLOAT8[weight.dtype])
+        return _float8(evidence, claim, FLOAT8[weight.dtype])
     if weight.dtype == "U8":
         if claim is not None and claim.format in FLOAT8.values() and "weight_scale" in infos:
-            return _fp8(evidence, claim, claim.format, notes=("float8 bytes stored as uint8",))
+            return _float8(evidence, claim, claim.format, notes=("float8 bytes stored as uint8",))
         if claim is not None and claim.format == "mxfp8" and "weight_scale" in infos:
-            return _fp8(evidence, claim, "float8_e4m3fn", notes=("float8 bytes stored as uint8",))
+            return _float8(evidence, claim, "float8_e4m3fn", notes=("float8 bytes stored as uint8",))
         if claim is None and "weight_scale" not in infos:
             return None
         said = f"a marker for {claim.format}" if claim is not None and claim.format else "no usable marker"
@@ -69,7 +69,7 @@ def _product(sizes: tuple[int, ...]) -> int:
     return result
 
 
-def _fp8(evidence: Evidence, claim: Claim | None, name: str, notes: tuple[str, ...] = ()) -> Layer:
+def _float8(evidence: Evidence, claim: Claim | None, name: str, notes: tuple[str, ...] = ()) -> Layer:
     weight, scale = evidence.infos["weight"], evidence.infos.get("weight_scale")
     if scale is None:
         if claim is not None and claim.format:

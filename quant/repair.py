@@ -13,7 +13,7 @@ from .canonical import add_canonical, entry_bytes, kept_metadata
 from .errors import Problem, QuantError
 from .evidence import candidates
 from .layer import Layer, dequantize_rows
-from .markers import Record
+from .markers import Provenance
 from .measure import relative_error
 from .output import assemblies_for, write_output
 from .policy import PREFIXES
@@ -74,15 +74,15 @@ def repair(
         notes.extend(f"{key}: dropped, it marks no quantized layer" for key in empty)
         report.warnings = notes
         report.bytes_after = sum(entry_bytes(assembly) for assembly in assemblies)
-        record = _true_record(found, layers)
+        record = _true_provenance(found, layers)
         meter = Meter(sum(assembly.read_bytes for assembly in assemblies), progress)
-        write_output(opened, destination, assemblies, lambda _: kept_metadata(opened, record), meter)
+        write_output(opened, destination, assemblies, lambda assembly: kept_metadata(opened, record), meter)
         report.written = True
         report.seconds = time.monotonic() - started
         return report
 
 
-def _true_record(found: QuantizedFile, layers: dict[str, Layer]) -> Record | None:
+def _true_provenance(found: QuantizedFile, layers: dict[str, Layer]) -> Provenance | None:
     """Our record without what no longer agrees with the markers written."""
     if found.record is None:
         return None

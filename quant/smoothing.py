@@ -1,8 +1,9 @@
 """Scales between a layer's input and its nvfp4 weight, so that channels with large activations do not drown others.
 
-ComfyUI multiplies the input by ``pre_quant_scale`` [K] before it is quantized; the weight's columns are divided by it
-(AWQ, SmoothQuant). All scales here are powers of two: neither side is rounded by them.
+ComfyUI multiplies each channel of the input by such a scale before it is quantized; the weight's columns are divided by
+it. All scales here are powers of two: neither side is rounded by them.
 """
+# ComfyUI's name for them is pre_quant_scale; the idea is that of AWQ and SmoothQuant.
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ _LARGEST_EXPONENT = 16
 
 
 def input_scale(recipe: Recipe, amax: torch.Tensor) -> torch.Tensor | None:
-    """The scale by which ComfyUI quantizes a layer's input whose largest magnitude is ``amax`` (0-dim), 0-dim fp32;
-    None for formats that scale each input by itself."""
+    """The scale by which ComfyUI quantizes a layer's input, from the largest magnitude of that input; both are scalars.
+
+    None for formats that scale each input by itself.
+    """
     limits = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "nvfp4": 448.0 * 6.0}
     if recipe.format not in limits:
         return None

@@ -173,7 +173,8 @@ def _padded_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _grid(scale: torch.Tensor, shape: tuple[int, int], recipe: Recipe) -> torch.Tensor:
-    """Tiled block scales (cuBLAS: tiles of 128 x 4, rows 32 apart together) as plain bytes [N, blocks per row]."""
+    """Tiled block scales as plain bytes, one row of them per row of the weight."""
+    # cuBLAS has tiles of 128 x 4, in which rows that are 32 apart lie together.
     block = _BLOCKS[recipe.format]
     rows, columns = scale.shape
     tiles = scale.contiguous().view(torch.uint8).reshape(rows // 128, columns // 4, 32, 4, 4)

@@ -29,7 +29,7 @@ from .formats import FORMATS, Recipe
 from .kitchen import layout_of
 from .layer import Layer
 from .limits import Limits
-from .markers import HEADER_KEY, RECORD_KEY, Record, checksum
+from .markers import HEADER_KEY, RECORD_KEY, Provenance, checksum
 from .output import Assembly
 from .policy import PREFIXES, CardPolicy, Decision, Policy, matches
 from .reader import QuantizedFile, read_quantized, settle_conflicts
@@ -48,7 +48,7 @@ class Plan:
     assembly: Assembly
     records: dict[str, dict[str, Any]]
     report: QuantizationReport
-    record: Record = field(default_factory=Record)
+    record: Provenance = field(default_factory=Provenance)
     kept: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -300,7 +300,7 @@ def _plan(source, found, layers, decisions, format: str, policy: str, device) ->
     before = sum(info.nbytes for info in source.tensors.values())
     report = QuantizationReport(source.path, "", format, decisions, before, entry_bytes(assemblies[0]))
     identity = {"name": os.path.basename(source.path), "size": before}
-    return Plan(source, assemblies[0], records, report, Record(format, policy, identity, records), kept)
+    return Plan(source, assemblies[0], records, report, Provenance(format, policy, identity, records), kept)
 
 
 def _plan_cast(
