@@ -21,7 +21,7 @@ from .craft import PLAIN, Craft
 from .device import device_named
 from .errors import QuantError
 from .formats import FORMATS, Recipe, parse_recipe
-from .kitchen import layout_of
+from .kitchen import require
 from .layer import Layer
 from .limits import Limits
 from .markers import MARKER, Provenance, encode_marker
@@ -111,7 +111,7 @@ def quantize(
         plan = policy_of(format, policy, card_policy, include, exclude, keep_edges, fast_matmul, budget)
         refuse_beyond(limits, [] if budget else [plan.recipe, *(rule.recipe for rule in plan.rules if rule.recipe)])
         for recipe in [plan.recipe] if budget is None else budget.recipes:
-            layout_of(recipe.format)
+            require(recipe.format)
         layers = usable_layers(opened, found, requantize)
         if input_power is None and craft.calibration is not None:
             input_power = craft.calibration.powers(key.removesuffix(".weight") for key in opened)
