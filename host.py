@@ -1,7 +1,7 @@
 """What a node may ask of the program it runs in: ComfyUI (``bridge``) or the embedded engine (``engine``).
 
-Objects that travel between nodes (MODEL, CLIP, LATENT, ...) are the host's own; nodes pass them on and never look
-inside. A node's ``execute`` is one call on the host, so every node is written once and runs in both.
+Objects that travel between nodes, such as models and latents, are the host's own; nodes pass them on and never look
+inside. What a node executes is one call on the host, so every node is written once and runs in both.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ CARD = "card"
 GENERIC = "generic"
 # In models/: TOML files that say which layers to quantize, and how.
 POLICY_FOLDER = "quantization_policies"
+# In the output folder: statistics of layers' inputs, as the calibrating node writes them; and the choice of none.
+STATISTICS_FOLDER = "calibration"
+NO_STATISTICS = "none"
+PLAIN_ROUNDING = "plain"
 # Settings of ``Host.sample`` that leave the choice to the model's card.
 PUBLISHED = {"sampler": AUTO, "scheduler": AUTO, "shift": 0.0, "denoise": 1.0}
 
@@ -76,6 +80,12 @@ class Host(Protocol):
     def list_model_folders(self) -> list[str]:
         """ "FOLDER/NAME" of the diffusers folders and sharded models among the models."""
 
+    def list_statistics(self) -> list[str]:
+        """The files of statistics that are here, named as the calibration inputs of nodes take them."""
+
+    def fingerprint_rules(self, policy: str, calibration: str) -> str:
+        """Changes when the policy's file or that of the statistics does; never raises for one that is gone."""
+
     def fingerprint_source(self, source: str) -> str:
         """Changes when the file or folder "FOLDER/NAME", or anything in it, does; never raises."""
 
@@ -92,12 +102,17 @@ class Host(Protocol):
         policy: str = CARD,
         target_size: float = 0.0,
         min_sqnr: float = 0.0,
+        calibration: str = NO_STATISTICS,
+        rounding: str = PLAIN_ROUNDING,
+        smooth: bool = False,
     ) -> Any:
         """A MODEL. file: in diffusion_models, or "checkpoints/NAME", or "auto": the best one that is here for the
         architecture; architecture: a card's name or "auto"; precision: "as stored", a dtype's name, or a quantization
         format; policy: which layers are then quantized: "card", "generic" or a file in models/quantization_policies.
         target_size (GB), min_sqnr (decibels): a budget, 0 = none; every layer then gets the format that serves it best,
-        precision or (as stored) any that the host holds."""
+        precision or (as stored) any that the host holds. calibration: statistics of the layers' inputs, a file in the
+        output folder, or "none"; they give input scales and weight the errors of a budget; smooth: nvfp4 layers too.
+        rounding: one of ``quant.rounding.ROUNDING``."""
 
     def load_text_encoder(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
         """A CLIP that encodes prompts the way ``architecture`` was trained with. file: "auto" as for models."""
@@ -142,7 +157,7 @@ class Host(Protocol):
         """A MODEL with this time shift; 0: that of ``latent``'s size, or of the model's default size."""
 
     def set_conditions(self, conditioning: Any, values: Mapping[str, Any]) -> Any:
-        """A CONDITIONING that carries ``values`` beside its prompts, for models that ask for them by name."""
+        """A conditioning that carries these values beside its prompts, for models that ask for them by name."""
 
     def set_adaptive_projected_guidance(self, model: Any, *, limit: float) -> Any:
         """A MODEL guided without the part of the guidance that points along the prediction."""
@@ -152,7 +167,8 @@ class Host(Protocol):
         pixels."""
 
     def quantize_model(self, model: Any, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Any:
-        """A MODEL with quantized weights, its patches baked; ``model`` stays as it is. keep: globs over layer names."""
+        """A model with quantized weights, its patches baked; the one given stays as it is. Layers to keep are named by
+        globs."""
 
     def quantize_with_report(
         self,
@@ -163,8 +179,12 @@ class Host(Protocol):
         keep: Sequence[str] = (),
         target_size: float = 0.0,
         min_sqnr: float = 0.0,
+        calibration: str = NO_STATISTICS,
+        rounding: str = PLAIN_ROUNDING,
+        smooth: bool = False,
     ) -> Quantized:
-        """The same within a budget (as of ``load_diffusion_model``; precision "auto" = any format), with its report."""
+        """The same with its report; a budget, calibration and rounding as of ``load_diffusion_model`` (precision
+        "auto" = any format)."""
 
     def calibrate_model(
         self,
@@ -182,7 +202,16 @@ class Host(Protocol):
         """Sample as ``sample`` does and write what the model's linear layers were given (``quant.calibration``)."""
 
     def save_diffusion_model(
-        self, model: Any, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph
+        self,
+        model: Any,
+        *,
+        prefix: str,
+        precision: str = AS_STORED,
+        policy: str = CARD,
+        calibration: str = NO_STATISTICS,
+        rounding: str = PLAIN_ROUNDING,
+        smooth: bool = False,
+        graph: Graph,
     ) -> Saved:
         """One safetensors file in the output folder, complete or not at all. prefix: subfolders, a name, templates."""
 
@@ -195,11 +224,11 @@ class Host(Protocol):
         """The same for a VAE."""
 
     def inspect_checkpoint(self, file: str) -> Pictured:
-        """What a file ("FOLDER/NAME" in the models folder) holds, layer by layer, and what is wrong with it."""
+        """What a file of the models folder holds, layer by layer, and what is wrong with it; named as folder/name."""
 
     def repair_checkpoint(self, file: str, *, prefix: str, original: str | None = None) -> Saved:
-        """The quantized file in the form that ComfyUI loads. original: "FOLDER/NAME" of the unquantized model, which
-        settles what the file does not say."""
+        """The quantized file in the form that ComfyUI loads. The original is the unquantized model, named as
+        folder/name, which settles what the file does not say."""
 
     def convert_checkpoint(
         self, source: str, *, prefix: str, layout: str = "comfy", component: str = AUTO, architecture: str = AUTO

@@ -13,11 +13,28 @@ import folder_paths
 import torch
 
 from ..checkpoints import load as checkpoints
+from ..checkpoints.calibrations import list_calibrations
 from ..checkpoints.kinds import CHECKPOINT, DIFFUSION_MODEL, TEXT_ENCODER, kind_of, wrong_slot
 from ..checkpoints.opened import open_checkpoint
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
-from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, PUBLISHED, Graph, Pictured, Quantized, Sampled, Saved
+from ..host import (
+    AS_STORED,
+    AUTO,
+    CARD,
+    GENERIC,
+    NO_STATISTICS,
+    PLAIN_ROUNDING,
+    POLICY_FOLDER,
+    PUBLISHED,
+    STATISTICS_FOLDER,
+    Graph,
+    Pictured,
+    Quantized,
+    Sampled,
+    Saved,
+)
+from ..quant.craft import PLAIN
 from ..quant.formats import is_format
 from ..quant.reader import canonical_state_dict
 from ..quant.transform import any_format
@@ -40,6 +57,15 @@ class ComfyUIHost:
     def list_files(self, folder: str) -> list[str]:
         return folder_paths.get_filename_list(folder)
 
+    def list_statistics(self) -> list[str]:
+        return list_calibrations(folder_paths.get_output_directory(), STATISTICS_FOLDER)
+
+    def fingerprint_rules(self, policy: str, calibration: str) -> str:
+        states = [] if policy in (CARD, GENERIC) else [_state_of(folder_paths.get_full_path(POLICY_FOLDER, policy))]
+        if calibration != NO_STATISTICS:
+            states.append(_state_of(os.path.join(folder_paths.get_output_directory(), calibration)))
+        return " ".join(states)
+
     def list_model_folders(self) -> list[str]:
         return convert.list_model_folders()
 
@@ -61,15 +87,19 @@ class ComfyUIHost:
         policy: str = CARD,
         target_size: float = 0.0,
         min_sqnr: float = 0.0,
+        calibration: str = NO_STATISTICS,
+        rounding: str = PLAIN_ROUNDING,
+        smooth: bool = False,
     ) -> Any:
         path = auto_path("diffusion_models", architecture) if file == AUTO else diffusion_model_path(file)
         if path is None:
             path = folder_paths.get_full_path_or_raise("diffusion_models", file)
         wanted = None if architecture == AUTO else architecture
         budget = quantize.budget_of(target_size, min_sqnr)
-        if is_format(precision) or budget.given:
+        craft = quantize.craft_of(calibration, rounding, smooth)
+        if is_format(precision) or budget.given or craft != PLAIN:
             chosen = None if precision == AS_STORED else precision
-            return quantize.load_quantized(path, wanted, chosen, quantize.policy_of(policy), budget)
+            return quantize.load_quantized(path, wanted, chosen, quantize.policy_of(policy), budget, craft)
         model = load_diffusion_model(path, wanted, _dtype(precision))
         model.cached_patcher_init = (load_diffusion_model, (path, wanted, _dtype(precision)))
         return model
@@ -142,10 +172,14 @@ class ComfyUIHost:
         keep: Sequence[str] = (),
         target_size: float = 0.0,
         min_sqnr: float = 0.0,
+        calibration: str = NO_STATISTICS,
+        rounding: str = PLAIN_ROUNDING,
+        smooth: bool = False,
     ) -> Quantized:
         budget = quantize.budget_of(target_size, min_sqnr)
         wanted = any_format(precision, budget)
-        made, report = quantize.quantize_reporting(model, wanted, quantize.policy_of(policy), keep, budget)
+        options = (quantize.policy_of(policy), keep, budget, quantize.craft_of(calibration, rounding, smooth))
+        made, report = quantize.quantize_reporting(model, wanted, *options)
         return Quantized(made, reports.quantization_report(report))
 
     def calibrate_model(
@@ -157,9 +191,19 @@ class ComfyUIHost:
         return calibrate.calibrate(model, sampled, prefix)
 
     def save_diffusion_model(
-        self, model: Any, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph
+        self,
+        model: Any,
+        *,
+        prefix: str,
+        precision: str = AS_STORED,
+        policy: str = CARD,
+        calibration: str = NO_STATISTICS,
+        rounding: str = PLAIN_ROUNDING,
+        smooth: bool = False,
+        graph: Graph,
     ) -> Saved:
-        return save.save_diffusion_model(model, prefix, precision, policy, graph)
+        craft = quantize.craft_of(calibration, rounding, smooth)
+        return save.save_diffusion_model(model, prefix, precision, policy, graph, craft)
 
     def save_text_encoder(
         self, clip: Any, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph
@@ -230,7 +274,7 @@ def load_diffusion_model(
                 raise
         odd, all_in_one = quantize.is_odd(checkpoint), kind_of(checkpoint.shapes) is CHECKPOINT
     if odd and dtype is None:
-        return quantize.load_quantized(path, architecture, None, CARD, None, disable_dynamic)
+        return quantize.load_quantized(path, architecture, None, CARD, disable_dynamic=disable_dynamic)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     later = {"disable_dynamic": True} if disable_dynamic else {}  # unknown to ComfyUI 0.8, which never asks for it
     with detection.only(architecture):

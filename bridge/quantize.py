@@ -22,10 +22,13 @@ import folder_paths
 import torch
 
 from ..checkpoints import transform
+from ..checkpoints.calibrations import calibration_file
 from ..checkpoints.kinds import CHECKPOINT, DIFFUSION_MODEL, Kind, kind_of, wrong_slot
 from ..checkpoints.opened import Checkpoint, checkpoint_of
 from ..files.errors import FileError
 from ..files.source import Source, open_source
+from ..host import NO_STATISTICS
+from ..quant.craft import PLAIN, Craft
 from ..quant.formats import FORMATS, Recipe, parse_recipe
 from ..quant.limits import Limits
 from ..quant.markers import HEADER_KEY, RECORD_KEY
@@ -37,7 +40,7 @@ from . import detection
 from .config import constructor_arguments, lost_by_shapes
 from .hooks import MARK, comfyui_version, loading
 from .progress import node_progress
-from .quantized import undo_unheld, unheld_layers
+from .quantized import applies_input_factors, undo_unheld, unheld_layers
 from .weights import SAVED_PREFIX, diffusion_weights
 
 log = logging.getLogger(__name__)
@@ -61,6 +64,18 @@ def budget_of(target_size: float, min_sqnr: float) -> Wish:
     if device.type == "cuda" and torch.version.hip is None:
         kind = "sm{}{}".format(*torch.cuda.get_device_capability(device))
     return Wish.of(target_size, min_sqnr, Limits(kind, (), frozenset(comfy.quant_ops.QUANT_ALGOS)))
+
+
+def craft_of(calibration: str, rounding: str, smooth: bool) -> Craft:
+    """The node's choices; calibration: a file in the output folder, or "none". Raises FileError, ValueError."""
+    if smooth and not applies_input_factors():
+        raise ValueError(
+            f"ComfyUI {comfyui_version()} does not apply the factors that smoothing needs (0.30 and newer do): switch "
+            "smooth off"
+        )
+    output = folder_paths.get_output_directory()
+    path = None if calibration == NO_STATISTICS else calibration_file(output, calibration)
+    return Craft.of(path, rounding, smooth)
 
 
 def refuse_unheld(what: str, precision: str | None, policy: str) -> None:
@@ -131,6 +146,7 @@ def load_quantized(
     precision: str | None,
     policy: str,
     budget: Wish | None = None,
+    craft: Craft = PLAIN,
     disable_dynamic: bool = False,
 ) -> Any:
     """A model from a file, its weights quantized on the way; precision None keeps them as stored, but in ComfyUI's
@@ -139,7 +155,7 @@ def load_quantized(
     Holds the result and some pieces of the file, never both models. Raises FileError, QuantError and ValueError.
     """
     budget = budget or Wish()
-    as_stored = precision is None and not budget.given
+    as_stored = precision is None and not budget.given and craft == PLAIN
     if not as_stored:
         refuse_unheld(path, precision, policy)
     with open_source(path) as source:
@@ -153,16 +169,18 @@ def load_quantized(
         whole = kind is CHECKPOINT
         model = _model_part(checkpoint, match, kind)
         progress = node_progress()
-        options = {"policy": policy, "device": compute_device(), "detect": DetectedAs()}
+        options = {"policy": policy, "device": compute_device(), "detect": DetectedAs(), "craft": craft}
         plan = transform.plan(model, precision, budget=budget, progress=progress, **options)
         tensors = plan.tensors(progress)
+        for warning in plan.report.warnings:
+            log.warning("NativeDiT: %s: %s", path, warning)
         if as_stored:
             undo_unheld(tensors, source, checkpoint.quantized.layers)
         if whole:
             tensors.update(_notes(source))
         metadata = {key: value for key, value in model.metadata.items() if key not in (HEADER_KEY, RECORD_KEY)}
     patcher = hand_over(path, tensors, metadata, architecture, whole=whole, disable_dynamic=disable_dynamic)
-    patcher.cached_patcher_init = (load_quantized, (path, architecture, precision, policy, budget))
+    patcher.cached_patcher_init = (load_quantized, (path, architecture, precision, policy, budget, craft))
     return patcher
 
 
@@ -223,14 +241,24 @@ def hand_over(
 
 
 def quantize_model(
-    patcher: Any, precision: str | None, policy: str, keep: Iterable[str] = (), budget: Wish | None = None
+    patcher: Any,
+    precision: str | None,
+    policy: str,
+    keep: Iterable[str] = (),
+    budget: Wish | None = None,
+    craft: Craft = PLAIN,
 ) -> Any:
     """The MODEL of `quantize_reporting`."""
-    return quantize_reporting(patcher, precision, policy, keep, budget)[0]
+    return quantize_reporting(patcher, precision, policy, keep, budget, craft)[0]
 
 
 def quantize_reporting(
-    patcher: Any, precision: str | None, policy: str, keep: Iterable[str] = (), budget: Wish | None = None
+    patcher: Any,
+    precision: str | None,
+    policy: str,
+    keep: Iterable[str] = (),
+    budget: Wish | None = None,
+    craft: Craft = PLAIN,
 ) -> tuple[Any, QuantizationReport]:
     """A MODEL like this one with quantized weights: its patches are baked layer by layer, everything else (hooks,
     injected layers, options) goes along.
@@ -252,13 +280,14 @@ def quantize_reporting(
             detect=DetectedAs(),
             budget=budget,
             progress=progress,
+            craft=craft,
         )
         tensors = plan.tensors(progress)
     if misfits := weights.baking.summary():
         log.warning("NativeDiT: quantized with what fits: %s", misfits)
     new = hand_over(title, tensors, {})
     _refuse_another_model(title, patcher, new)
-    return _with_model(patcher, new, (precision, policy, keep, budget)), plan.report
+    return _with_model(patcher, new, (precision, policy, keep, budget, craft)), plan.report
 
 
 def _refuse_another_model(title: str, old: Any, new: Any) -> None:
@@ -307,6 +336,7 @@ def _quantize_again(
     policy: str,
     keep: tuple[str, ...],
     budget: Wish | None = None,
+    craft: Craft = PLAIN,
     disable_dynamic: bool = False,
 ) -> Any:
     """The same MODEL once more, for nodes that want a copy on another device."""
@@ -314,4 +344,4 @@ def _quantize_again(
     patcher = init[0](*init[1], **later)
     patcher = patcher[init[2]] if len(init) > 2 else patcher
     patcher.patches = {key: list(value) for key, value in patches.items()}
-    return quantize_model(patcher, precision, policy, keep, budget)
+    return quantize_model(patcher, precision, policy, keep, budget, craft)

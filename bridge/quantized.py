@@ -72,9 +72,14 @@ def report_unknown_format(state_dict: Mapping[str, torch.Tensor], prefix: str) -
         log.warning("NativeDiT: %s", problem)
 
 
+def applies_input_factors() -> bool:
+    """Whether this ComfyUI multiplies a layer's input by its ``pre_quant_scale`` (0.30 and later)."""
+    return "pre_quant_scale" in comfy.quant_ops.QUANT_ALGOS.get("nvfp4", {}).get("parameters", ())
+
+
 def unheld_layers(layers: Mapping[str, Layer]) -> list[Layer]:
     """Those with a factor of the layer's input, which ComfyUI before 0.30 leaves out without a word."""
-    if "pre_quant_scale" in comfy.quant_ops.QUANT_ALGOS.get("nvfp4", {}).get("parameters", ()):
+    if applies_input_factors():
         return []
     return [layer for layer in layers.values() if "pre_quant_scale" in layer.keys]
 

@@ -19,6 +19,7 @@ from ..files.errors import OutputError
 from ..files.memory import Lazy, TensorSource
 from ..files.paths import contained, safe_parts
 from ..host import AS_STORED, Graph, Saved
+from ..quant.craft import PLAIN, Craft
 from ..quant.formats import Recipe
 from ..quant.markers import HEADER_KEY, RECORD_KEY
 from ..supported_models import find_architecture
@@ -48,7 +49,9 @@ def new_file(prefix: str, suffix: str = ".safetensors") -> tuple[str, dict[str, 
     return os.path.join(folder, file), {"filename": file, "subfolder": subfolder, "type": "output"}
 
 
-def save_diffusion_model(patcher: Any, prefix: str, precision: str, policy: str, graph: Graph) -> Saved:
+def save_diffusion_model(
+    patcher: Any, prefix: str, precision: str, policy: str, graph: Graph, craft: Craft = PLAIN
+) -> Saved:
     """A model with its patches baked, in the layout of ComfyUI: quantized layers keep their bits, or every layer gets
     the precision that is asked for.
 
@@ -66,11 +69,13 @@ def save_diffusion_model(patcher: Any, prefix: str, precision: str, policy: str,
             requantize=weights.requantize,
             device=compute_device(),
             detect=DetectedAs(),
+            craft=craft,
         )
         match = find_architecture(weights.source.shapes())
         architecture = match.architecture.name if match else type(patcher.model).__name__
         plan.write(path, metadata(weights.source.metadata, path, architecture, graph), node_progress())
-    return Saved(path, "\n".join(filter(None, (_summary(path, plan), _reported(weights.baking)))), shown)
+    lines = (_summary(path, plan), *plan.report.warnings, _reported(weights.baking))
+    return Saved(path, "\n".join(filter(None, lines)), shown)
 
 
 def save_text_encoder(clip: Any, prefix: str, precision: str, policy: str, graph: Graph) -> list[Saved]:

@@ -12,6 +12,7 @@ from ..files.dtypes import torch_dtype
 from ..files.errors import FileError
 from ..files.memory import Lazy, MemoryWriter, TensorSource
 from ..files.source import Source
+from ..quant.craft import PLAIN, Craft
 from ..quant.formats import Recipe, is_format
 from ..quant.stream import Meter, Progress, Writing, run_tasks
 from ..quant.transform import Plan, Wish, plan_quantization, plan_storage
@@ -35,20 +36,28 @@ def plan(
     detect: Callable[[Shapes], Any] = identity,
     budget: Wish | None = None,
     progress: Progress | None = None,
+    craft: Craft = PLAIN,
 ) -> Plan:
     """precision: None = as stored, a float type, or a quantization format. policy: "card", "generic", or a TOML file.
 
-    budget: every layer gets the format that serves it best, precision or (None) any; ``progress`` of measuring.
+    budget: every layer gets the format that serves it best, precision or (None) any; ``progress`` of measuring. craft:
+    how codes are made.
 
     The result of quantizing is detected as the same model: ``detect`` (logical shapes -> anything comparable) says so.
     Raises FileError, QuantError, ValueError.
     """
     if precision is None and (budget is None or not budget.given):
-        return plan_storage(source, requantize=requantize, device=device)
+        if not requantize:
+            _refuse_idle(craft, "as stored")
+        return plan_storage(source, requantize=requantize, device=device, craft=craft)
     card = _card(source)
     if precision is not None and not is_format(precision):
         if budget is not None and budget.given:
-            raise ValueError(f"a budget chooses between quantization formats; {precision} is none. Choose as stored")
+            raise ValueError(
+                f"target_size and min_sqnr choose quantization formats, and {precision} is none. Set precision to as "
+                "stored (any format) or to a quantization format, or both budgets to 0"
+            )
+        _refuse_idle(craft, precision)
         return plan_storage(source, dtype=precision, keep_float32=card.keep_float32 if card else ())
     return plan_quantization(
         source,
@@ -61,7 +70,16 @@ def plan(
         detect=detect,
         budget=budget,
         progress=progress,
+        craft=craft,
     )
+
+
+def _refuse_idle(craft: Craft, precision: str) -> None:
+    if craft != PLAIN:
+        raise ValueError(
+            f"statistics and rounding are for quantizing, and {precision} quantizes nothing. Choose a quantization "
+            "format, or set calibration to none and rounding to plain"
+        )
 
 
 def _card(source: Source) -> Any:

@@ -63,6 +63,8 @@ class _NoFiles:
     def list_model_folders(self) -> list[str]:
         return []
 
+    list_statistics = list_model_folders
+
     def samplers(self) -> list[str]:
         return []
 

@@ -16,9 +16,10 @@ from ..checkpoints.load import load_diffusion_model, load_text_encoder, recognis
 from ..checkpoints.opened import open_checkpoint
 from ..files.dtypes import parse_dtype
 from ..files.errors import FileError
-from ..host import AS_STORED, AUTO, CARD, GENERIC, POLICY_FOLDER, Sampled
+from ..host import AS_STORED, AUTO, CARD, GENERIC, NO_STATISTICS, PLAIN_ROUNDING, POLICY_FOLDER, Sampled
 from ..latent_formats import get_latent_format
 from ..ldm.layers.operations import CastOps
+from ..quant.craft import PLAIN
 from ..quant.formats import is_format
 from ..quant.ops import ComfyUIOps
 from ..quant.transform import Wish
@@ -88,6 +89,9 @@ class EngineHost(ConvertedFiles):
         policy: str = CARD,
         target_size: float = 0.0,
         min_sqnr: float = 0.0,
+        calibration: str = NO_STATISTICS,
+        rounding: str = PLAIN_ROUNDING,
+        smooth: bool = False,
     ) -> Model:
         file = named(self.folders, "diffusion_models", file, architecture)
         path = self._diffusion_file(file)
@@ -100,13 +104,15 @@ class EngineHost(ConvertedFiles):
             problem = f"is {card.title}, which ComfyUI's core runs and the engine does not; run the workflow there"
             raise FileError(path, f"{problem} with --server URL")
         budget = Wish.of(target_size, min_sqnr)
-        quantized = is_format(precision) or budget.given
+        craft = self.craft_of(calibration, rounding, smooth)
+        quantized = is_format(precision) or budget.given or craft != PLAIN
         dtype = self._storage(nbytes) if precision == AS_STORED else None if quantized else precision
         with self.progress.bar(nbytes, f"load {Path(file).name}", unit="B") as bar:
             weights: Any = path
             if quantized:
                 with open_checkpoint(path, component="transformer") as checkpoint:
-                    weights = quantized_source(checkpoint, match, precision, self.policy_of(policy), bar, budget)
+                    options = {"policy": self.policy_of(policy), "budget": budget, "craft": craft}
+                    weights = quantized_source(checkpoint, match, precision, bar, options)
             module = load_diffusion_model(
                 weights,
                 architecture=card.name,

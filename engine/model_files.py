@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 
 from ..checkpoints import transform
+from ..checkpoints.calibrations import calibration_file, list_calibrations
 from ..checkpoints.comparison import compare
+from ..checkpoints.folders import state_of
 from ..checkpoints.inspection import inspect_layers
 from ..checkpoints.load import load_diffusion_model
 from ..checkpoints.opened import Checkpoint, open_checkpoint
@@ -24,9 +27,23 @@ from ..files.dtypes import FLOAT_NAMES, torch_dtype
 from ..files.errors import FileError
 from ..files.memory import Lazy, TensorSource
 from ..files.source import Source, open_source
-from ..host import AS_STORED, CARD, GENERIC, POLICY_FOLDER, PUBLISHED, Graph, Pictured, Quantized, Saved
+from ..host import (
+    AS_STORED,
+    CARD,
+    GENERIC,
+    NO_STATISTICS,
+    PLAIN_ROUNDING,
+    POLICY_FOLDER,
+    PUBLISHED,
+    STATISTICS_FOLDER,
+    Graph,
+    Pictured,
+    Quantized,
+    Saved,
+)
 from ..ldm.layers.operations import CastOps
 from ..quant.calibration import Watcher, write_calibration
+from ..quant.craft import PLAIN, Craft
 from ..quant.markers import HEADER_KEY, MARKER, RECORD_KEY
 from ..quant.ops import ComfyUIOps
 from ..quant.repair import repair
@@ -44,14 +61,15 @@ _OF_THE_FILE = {HEADER_KEY, RECORD_KEY, "prompt", "workflow", "modelspec.date", 
 
 
 def quantized_source(
-    checkpoint: Checkpoint, match: Match, precision: str, policy: str, bar: Bar, budget: Wish
+    checkpoint: Checkpoint, match: Match, precision: str, bar: Bar, options: Mapping[str, Any]
 ) -> TensorSource:
-    """A file's tensors in memory, quantized on the way. Raises FileError, QuantError, ValueError."""
+    """A file's tensors in memory, quantized on the way; options: of `transform.plan`. Raises FileError, QuantError,
+    ValueError."""
     source = transform.comfy_layout(checkpoint, match)
     if source is checkpoint.source:
         source = source.only(lambda key: key.startswith(match.prefix))
     wanted = None if precision == AS_STORED else precision
-    plan = transform.plan(source, wanted, policy=policy, budget=budget, progress=_to(bar))
+    plan = transform.plan(source, wanted, progress=_to(bar), **options)
     tensors = plan.tensors(_to(bar))
     made = TensorSource(checkpoint.path, tensors, source.metadata)
     made.config = checkpoint.source.config
@@ -69,6 +87,21 @@ class ModelFiles:
     def policy_of(self, policy: str) -> str:
         return policy if policy in (CARD, GENERIC) else str(self.folders.path(POLICY_FOLDER, policy))
 
+    def craft_of(self, calibration: str, rounding: str, smooth: bool) -> Craft:
+        path = None if calibration == NO_STATISTICS else calibration_file(self.output_dir, calibration)
+        return Craft.of(path, rounding, smooth)
+
+    def list_statistics(self) -> list[str]:
+        return list_calibrations(self.output_dir, STATISTICS_FOLDER)
+
+    def fingerprint_rules(self, policy: str, calibration: str) -> str:
+        states = []
+        with suppress(OSError, ValueError):
+            states.append(state_of(Path(self.policy_of(policy))))
+        with suppress(FileError):
+            states.append(state_of(calibration_file(self.output_dir, calibration)))
+        return " ".join(states)
+
     def quantize_model(self, model: Model, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Model:
         return self.quantize_with_report(model, precision=precision, policy=policy, keep=keep).model
 
@@ -81,6 +114,9 @@ class ModelFiles:
         keep: Sequence[str] = (),
         target_size: float = 0.0,
         min_sqnr: float = 0.0,
+        calibration: str = NO_STATISTICS,
+        rounding: str = PLAIN_ROUNDING,
+        smooth: bool = False,
     ) -> Quantized:
         source = self._weights(model)
         budget = Wish.of(target_size, min_sqnr)
@@ -92,6 +128,7 @@ class ModelFiles:
                 exclude=keep,
                 budget=budget,
                 progress=_to(bar),
+                craft=self.craft_of(calibration, rounding, smooth),
             )
             tensors = plan.tensors(_to(bar))
         module = load_diffusion_model(
@@ -124,9 +161,19 @@ class ModelFiles:
         return Saved(str(path), f"{path.name}: {len(calibration.layers)} layers", shown)
 
     def save_diffusion_model(
-        self, model: Model, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph
+        self,
+        model: Model,
+        *,
+        prefix: str,
+        precision: str = AS_STORED,
+        policy: str = CARD,
+        calibration: str = NO_STATISTICS,
+        rounding: str = PLAIN_ROUNDING,
+        smooth: bool = False,
+        graph: Graph,
     ) -> Saved:
-        return self._save(self._weights(model), prefix, precision, policy, graph, model.architecture.name)
+        craft = self.craft_of(calibration, rounding, smooth)
+        return self._save(self._weights(model), prefix, precision, policy, graph, model.architecture.name, craft)
 
     def save_text_encoder(
         self, clip: Clip, *, prefix: str, precision: str = AS_STORED, policy: str = CARD, graph: Graph
@@ -185,9 +232,19 @@ class ModelFiles:
         subfolder = path.parent.relative_to(files.base).as_posix()
         return path, {"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": "output"}
 
-    def _save(self, source: Source, prefix: str, precision: str, policy: str, graph: Graph, architecture: str) -> Saved:
+    def _save(
+        self,
+        source: Source,
+        prefix: str,
+        precision: str,
+        policy: str,
+        graph: Graph,
+        architecture: str,
+        craft: Craft = PLAIN,
+    ) -> Saved:
         path, shown = self._new_file(prefix, graph.prompt)
-        plan = transform.plan(source, None if precision == AS_STORED else precision, policy=self.policy_of(policy))
+        wanted = None if precision == AS_STORED else precision
+        plan = transform.plan(source, wanted, policy=self.policy_of(policy), craft=craft)
         metadata = {key: value for key, value in source.metadata.items() if key not in _OF_THE_FILE}
         metadata |= {
             "format": "pt",
@@ -201,7 +258,8 @@ class ModelFiles:
         metadata |= {key: json.dumps(value) for key, value in (graph.extra or {}).items()}
         with self._bar(source, f"save {path.name}") as bar:
             plan.write(path, metadata, _to(bar))
-        return Saved(str(path), f"{path.name}: {len(plan.assembly.entries)} tensors", shown)
+        text = "\n".join([f"{path.name}: {len(plan.assembly.entries)} tensors", *plan.report.warnings])
+        return Saved(str(path), text, shown)
 
     def _weights(self, model: Model) -> TensorSource:
         """The module's weights in the dtypes that its file has: the engine may have widened them to compute."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..host import AS_STORED, CARD, GENERIC, POLICY_FOLDER, current_host
+from ..host import AS_STORED, CARD, GENERIC, NO_STATISTICS, PLAIN_ROUNDING, POLICY_FOLDER, current_host
 from ..quant.formats import OFFERED
+from ..quant.rounding import ROUNDING
 from .io import io
 
 FLOATS = ["bfloat16", "float16", "float32"]
@@ -43,6 +44,34 @@ def budget_inputs() -> list[Any]:
             optional=True,
             tooltip="Budget in decibels: the smallest model whose signal to noise ratio is at least this (35 is close "
             "to the original). 0 = none.",
+        ),
+    ]
+
+
+def craft_inputs() -> list[Any]:
+    """Statistics of the layers' inputs, and how weights become codes."""
+    return [
+        io.Combo.Input(
+            "calibration",
+            options=[NO_STATISTICS, *current_host().list_statistics()],
+            default=NO_STATISTICS,
+            optional=True,
+            tooltip="Statistics that Calibrate Model wrote, or its output: float8 and nvfp4 layers get input scales, "
+            "and a budget counts what changes the outputs.",
+        ),
+        io.Combo.Input(
+            "rounding",
+            options=list(ROUNDING),
+            default=PLAIN_ROUNDING,
+            optional=True,
+            tooltip="How weights become codes. feedback takes longer and changes the outputs less, in the same size.",
+        ),
+        io.Boolean.Input(
+            "smooth",
+            default=False,
+            optional=True,
+            tooltip="nvfp4 with statistics: loud inputs share their size with the weights. Needs ComfyUI 0.30; LoRA "
+            "behind the model do not fit smoothed layers.",
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""NativeDiTCalibrateModel: what a model's layers are given while it samples, for nativedit quantize --calibration."""
+"""NativeDiTCalibrateModel: what a model's layers are given while it samples, for quantizing it better."""
 
 from ..host import Graph, current_host
 from ._choices import prefix_input
@@ -13,8 +13,8 @@ class NativeDiTCalibrateModel(io.ComfyNode):
             node_id="NativeDiTCalibrateModel",
             display_name="Calibrate Model (NativeDiT)",
             category="NativeDiT/quantization",
-            description="Samples the model and writes the largest and the mean size of every layer's inputs to a file, "
-            "which nativedit quantize --calibration turns into the input scales of float8 and nvfp4.",
+            description="Samples the model and writes the largest and the mean size of every layer's inputs to a file. "
+            "The nodes that quantize turn it into the input scales of float8 and nvfp4.",
             inputs=[
                 io.Model.Input("model", tooltip="The unquantized model."),
                 io.Conditioning.Input("positive", tooltip="A prompt of the kind that the model is used for."),
@@ -39,7 +39,12 @@ class NativeDiTCalibrateModel(io.ComfyNode):
                 ),
                 prefix_input("calibration/NativeDiT"),
             ],
-            outputs=[io.String.Output(tooltip="Path of the file that was written.")],
+            outputs=[
+                io.String.Output(tooltip="Path of the file that was written."),
+                io.Combo.Output(
+                    display_name="calibration", tooltip="Its name, for the same input of the nodes that quantize."
+                ),
+            ],
             hidden=[io.Hidden.prompt, io.Hidden.unique_id],
             is_output_node=True,
         )
@@ -59,4 +64,5 @@ class NativeDiTCalibrateModel(io.ComfyNode):
             prefix=filename_prefix,
             graph=Graph(cls.hidden.prompt, node_id=cls.hidden.unique_id),
         )
-        return io.NodeOutput(saved.path, ui={"files": [dict(saved.shown)], "text": [saved.text]})
+        name = "/".join(filter(None, (saved.shown["subfolder"], saved.shown["filename"])))
+        return io.NodeOutput(saved.path, name, ui={"files": [dict(saved.shown)], "text": [saved.text]})

@@ -2,10 +2,10 @@
 
 import copy
 
-from ..host import AS_STORED, AUTO, CARD, current_host
+from ..host import AS_STORED, AUTO, CARD, NO_STATISTICS, PLAIN_ROUNDING, current_host
 from ..quant.formats import is_format
 from ..supported_models import architectures
-from ._choices import PRECISIONS, budget_inputs, policy_input
+from ._choices import PRECISIONS, budget_inputs, craft_inputs, policy_input
 from .io import io
 
 
@@ -42,19 +42,40 @@ class NativeDiTLoadDiffusionModel(io.ComfyNode):
                 ),
                 policy_input(optional=True),
                 *budget_inputs(),
+                *craft_inputs(),
             ],
             outputs=[io.Model.Output(tooltip="The model, for KSampler, LoRA loaders and every other MODEL node.")],
         )
 
     @classmethod
     def fingerprint_inputs(
-        cls, file=None, architecture=AUTO, precision=AS_STORED, policy=CARD, target_size=0.0, min_sqnr=0.0, **_
+        cls,
+        file=None,
+        architecture=AUTO,
+        precision=AS_STORED,
+        policy=CARD,
+        target_size=0.0,
+        min_sqnr=0.0,
+        calibration=NO_STATISTICS,
+        **_,
     ):
         policy = policy if is_format(precision) or target_size or min_sqnr else CARD
-        return current_host().fingerprint("diffusion_models", file or "", policy, architecture)
+        state = current_host().fingerprint("diffusion_models", file or "", policy, architecture)
+        return f"{state} {current_host().fingerprint_rules(CARD, calibration or NO_STATISTICS)}"
 
     @classmethod
-    def execute(cls, file, architecture=AUTO, precision=AS_STORED, policy=CARD, target_size=0.0, min_sqnr=0.0):
+    def execute(
+        cls,
+        file,
+        architecture=AUTO,
+        precision=AS_STORED,
+        policy=CARD,
+        target_size=0.0,
+        min_sqnr=0.0,
+        calibration=NO_STATISTICS,
+        rounding=PLAIN_ROUNDING,
+        smooth=False,
+    ):
         return io.NodeOutput(
             current_host().load_diffusion_model(
                 file,
@@ -63,6 +84,9 @@ class NativeDiTLoadDiffusionModel(io.ComfyNode):
                 policy=policy,
                 target_size=target_size,
                 min_sqnr=min_sqnr,
+                calibration=calibration,
+                rounding=rounding,
+                smooth=smooth,
             )
         )
 

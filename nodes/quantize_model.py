@@ -2,9 +2,9 @@
 
 import re
 
-from ..host import AUTO, CARD, current_host
+from ..host import AUTO, CARD, NO_STATISTICS, PLAIN_ROUNDING, current_host
 from ..quant.formats import OFFERED
-from ._choices import budget_inputs, policy_input
+from ._choices import budget_inputs, craft_inputs, policy_input
 from .io import io
 
 
@@ -34,6 +34,7 @@ class NativeDiTQuantizeModel(io.ComfyNode):
                     tooltip="Layers to leave alone, one pattern per line: blocks.0.*, *.mlp.down. Empty = none.",
                 ),
                 *budget_inputs(),
+                *craft_inputs(),
             ],
             outputs=[
                 io.Model.Output(tooltip="The quantized model, for samplers, LoRA loaders and save nodes."),
@@ -43,9 +44,32 @@ class NativeDiTQuantizeModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, format, policy=CARD, keep="", target_size=0.0, min_sqnr=0.0):
+    def fingerprint_inputs(cls, policy=CARD, calibration=NO_STATISTICS, **_):
+        return current_host().fingerprint_rules(policy or CARD, calibration or NO_STATISTICS)
+
+    @classmethod
+    def execute(
+        cls,
+        model,
+        format,
+        policy=CARD,
+        keep="",
+        target_size=0.0,
+        min_sqnr=0.0,
+        calibration=NO_STATISTICS,
+        rounding=PLAIN_ROUNDING,
+        smooth=False,
+    ):
         patterns = [pattern for pattern in re.split(r"[\s,]+", keep) if pattern]
         made = current_host().quantize_with_report(
-            model, precision=format, policy=policy, keep=patterns, target_size=target_size, min_sqnr=min_sqnr
+            model,
+            precision=format,
+            policy=policy,
+            keep=patterns,
+            target_size=target_size,
+            min_sqnr=min_sqnr,
+            calibration=calibration,
+            rounding=rounding,
+            smooth=smooth,
         )
         return io.NodeOutput(made.model, made.report.text, made.report.image)

@@ -1,7 +1,7 @@
 """NativeDiTSaveDiffusionModel, NativeDiTSaveTextEncoder, NativeDiTSaveVAE: models of the graph become files."""
 
-from ..host import AS_STORED, CARD, Graph, current_host
-from ._choices import FLOATS, PRECISIONS, policy_input, prefix_input
+from ..host import AS_STORED, CARD, NO_STATISTICS, PLAIN_ROUNDING, Graph, current_host
+from ._choices import FLOATS, PRECISIONS, craft_inputs, policy_input, prefix_input
 from .io import io
 
 _HIDDEN = [io.Hidden.prompt, io.Hidden.extra_pnginfo]
@@ -41,6 +41,7 @@ class NativeDiTSaveDiffusionModel(io.ComfyNode):
                 prefix_input("diffusion_models/NativeDiT"),
                 _precision(PRECISIONS),
                 policy_input(),
+                *craft_inputs(),
             ],
             outputs=[io.String.Output(tooltip=_FILE)],
             hidden=_HIDDEN,
@@ -48,9 +49,29 @@ class NativeDiTSaveDiffusionModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, filename_prefix, precision=AS_STORED, policy=CARD):
+    def fingerprint_inputs(cls, policy=CARD, calibration=NO_STATISTICS, **_):
+        return current_host().fingerprint_rules(policy or CARD, calibration or NO_STATISTICS)
+
+    @classmethod
+    def execute(
+        cls,
+        model,
+        filename_prefix,
+        precision=AS_STORED,
+        policy=CARD,
+        calibration=NO_STATISTICS,
+        rounding=PLAIN_ROUNDING,
+        smooth=False,
+    ):
         saved = current_host().save_diffusion_model(
-            model, prefix=filename_prefix, precision=precision, policy=policy, graph=_graph(cls)
+            model,
+            prefix=filename_prefix,
+            precision=precision,
+            policy=policy,
+            calibration=calibration,
+            rounding=rounding,
+            smooth=smooth,
+            graph=_graph(cls),
         )
         return _written([saved])
 

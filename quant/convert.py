@@ -113,8 +113,8 @@ def quantize(
         for recipe in [plan.recipe] if budget is None else budget.recipes:
             require(recipe.format)
         layers = usable_layers(opened, found, requantize)
-        if input_power is None and craft.calibration is not None:
-            input_power = craft.calibration.powers(key.removesuffix(".weight") for key in opened)
+        if input_power is None:
+            input_power = craft.powers(opened)
         identity = source_identity(opened, hash_source)
 
         def record_of(records: dict[str, dict[str, Any]], decisions: list[Decision], sqnr: float | None) -> Provenance:

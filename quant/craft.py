@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .calibration import Calibration, Inputs
+from .calibration import Calibration, Inputs, read_calibration
 from .errors import QuantError
 from .formats import Recipe
 from .policy import Decision
 from .quantizer import Quantizer, Rows, compute_dtype
-from .rounding import Rounding, best_stretch, improves
+from .rounding import ROUNDING, Rounding, best_stretch, improves
 from .smoothing import input_scale, pre_quant_scale
 from .stream import RowRun, Task, Writing
 
@@ -41,7 +42,19 @@ class Craft:
         if self.compute not in COMPUTE:
             raise ValueError(f"compute {self.compute!r} does not exist ({', '.join(COMPUTE)})")
         if self.smooth and self.calibration is None:
-            raise ValueError("smoothing needs the statistics of a calibration (--calibration FILE)")
+            raise ValueError("smoothing needs statistics of what the layers are given: choose a calibration too")
+
+    @classmethod
+    def of(cls, statistics: str | os.PathLike | None, rounding: str, smooth: bool) -> Craft:
+        """As nodes ask: a file of statistics or None, a way of rounding by its name. Raises FileError, ValueError."""
+        calibration = None if statistics is None else read_calibration(statistics)
+        return cls(calibration=calibration, smooth=smooth, rounding=None if rounding == ROUNDING[0] else Rounding())
+
+    def powers(self, names: Iterable[str]) -> dict[str, torch.Tensor] | None:
+        """By which errors are weighted: `Calibration.powers` of a source's tensors, None without statistics."""
+        if self.calibration is None:
+            return None
+        return self.calibration.powers(name.removesuffix(".weight") for name in names)
 
     def dtype(self, stored: str) -> torch.dtype:
         return torch.float32 if self.compute == "float32" else compute_dtype(stored)

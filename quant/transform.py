@@ -23,6 +23,7 @@ from .budget import Budget
 from .budgeted import decide_within, plan_as_policy, summary_format
 from .canonical import entry_bytes
 from .convert import assemble, budget_of, decide_layers, keep_detected, policy_of, rounded
+from .craft import PLAIN, Craft
 from .dequantize import add_dequantized
 from .errors import QuantError
 from .formats import FORMATS, Recipe
@@ -131,6 +132,7 @@ def plan_quantization(
     detect: Any = None,
     budget: Wish | None = None,
     progress: Progress | None = None,
+    craft: Craft = PLAIN,
 ) -> Plan:
     """Quantize what the policy chooses; options as of `convert.quantize`. With a ``budget`` every layer is measured at
     once (``progress``), without one nothing is read yet.
@@ -151,7 +153,8 @@ def plan_quantization(
                 f"is quantized already (layer {name!r}); a budget chooses the format of every layer. Start from "
                 "the unquantized model",
             )
-        return _plan_within(source, found, within, wish, policy, card_policy, tuple(exclude), device, detect, progress)
+        rules = (policy, card_policy, tuple(exclude))
+        return _plan_within(source, found, within, wish, *rules, device, detect, progress, craft)
     wanted = policy_of(format, policy, card_policy, (), tuple(exclude), 0, False)
     for recipe in [wanted.recipe, *(rule.recipe for rule in wanted.rules if rule.recipe)]:
         layout_of(recipe.format)
@@ -168,7 +171,7 @@ def plan_quantization(
         else decision
         for decision in decisions
     ]
-    return _plan(source, found, layers, decisions, str(wanted.recipe), wanted.name, device)
+    return _plan(source, found, layers, decisions, str(wanted.recipe), wanted.name, device, craft)
 
 
 @dataclass(frozen=True)
@@ -200,14 +203,16 @@ def any_format(precision: str, wish: Wish) -> str | None:
     return None
 
 
-def _plan_within(source, found, budget: Budget, wish, policy, card, exclude, device, detect, progress) -> Plan:
+def _plan_within(
+    source, found, budget: Budget, wish, policy, card, exclude, device, detect, progress, craft: Craft
+) -> Plan:
     for recipe in budget.recipes:
         layout_of(recipe.format)
     wanted = policy_of(None, policy, card, (), exclude, 0, False, budget)
     note = {"budget": budget.note()}
 
     def made(decisions: list[Decision], sqnr: float | None = 100.0) -> Plan:
-        plan = _plan(source, found, {}, decisions, summary_format(decisions), wanted.name, device)
+        plan = _plan(source, found, {}, decisions, summary_format(decisions), wanted.name, device, craft)
         plan.record.plan = {**note, "sqnr": rounded(sqnr), "policy": plan_as_policy(decisions)}
         return plan
 
@@ -224,6 +229,7 @@ def _plan_within(source, found, budget: Budget, wish, policy, card, exclude, dev
         layers={},
         device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
         progress=progress,
+        input_power=craft.powers(source),
     )
     plan = made(allocation.decisions, allocation.sqnr)
     report = plan.report
@@ -239,6 +245,7 @@ def plan_storage(
     keep_float32: Iterable[str] = (),
     requantize: Mapping[str, Recipe] | None = None,
     device: str | torch.device | None = None,
+    craft: Craft = PLAIN,
 ) -> Plan:
     """As stored, in the form that ComfyUI's loader accepts; or every float and every quantized weight as ``dtype``.
 
@@ -253,7 +260,7 @@ def plan_storage(
     decisions = [_exact_decision(source, name, recipe) for name, recipe in (requantize or {}).items()]
     recipes = [str(recipe) for recipe in (requantize or {}).values()] + [str(layer.recipe) for layer in layers.values()]
     stored = max(recipes, key=recipes.count) if recipes else "as stored"
-    return _plan(source, found, layers, decisions, stored, "as stored", device)
+    return _plan(source, found, layers, decisions, stored, "as stored", device, craft)
 
 
 def _settled(source: Source) -> QuantizedFile:
@@ -288,9 +295,9 @@ def _exact_decision(source: Source, name: str, recipe: Recipe) -> Decision:
     return Decision(name, info.name, info.shape, info.dtype, recipe, "as it was", info.nbytes, info.nbytes, kind)
 
 
-def _plan(source, found, layers, decisions, format: str, policy: str, device) -> Plan:
+def _plan(source, found, layers, decisions, format: str, policy: str, device, craft: Craft) -> Plan:
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    assemblies, records = assemble(source, "one.safetensors", found, layers, decisions, target)
+    assemblies, records = assemble(source, "one.safetensors", found, layers, decisions, target, craft)
     kept = {
         f"{layer.name}.weight": {"marker": layer.marker(), "shape": list(layer.shape), "crc32": "0" * 8}
         for layer in layers.values()
@@ -299,6 +306,7 @@ def _plan(source, found, layers, decisions, format: str, policy: str, device) ->
     records.update({name.removesuffix(".weight"): entry for name, entry in kept.items()})
     before = sum(info.nbytes for info in source.tensors.values())
     report = QuantizationReport(source.path, "", format, decisions, before, entry_bytes(assemblies[0]))
+    report.warnings.extend(craft.check(decisions))
     identity = {"name": os.path.basename(source.path), "size": before}
     return Plan(source, assemblies[0], records, report, Provenance(format, policy, identity, records), kept)
 

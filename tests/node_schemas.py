@@ -27,6 +27,9 @@ class ListedFiles:
     def list_files(self, folder: str) -> list[str]:
         return [f"<{folder}>"]
 
+    def list_statistics(self) -> list[str]:
+        return ["<statistics>"]
+
     def list_model_folders(self) -> list[str]:
         return ["<folders>"]
 

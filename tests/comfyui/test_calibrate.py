@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,58 @@ def test_core_loads_calibrated_layers_and_gives_the_plain_models_latent(
     quantized = latent({**graph, "model": node("UNETLoader", unet_name=target.name, weight_dtype="default")})
     plain = latent(graph)
     assert 1e-4 < rel_err(quantized, plain) < (0.25 if format == "nvfp4" else 0.1)
+
+
+@pytest.mark.parametrize("format", ["float8_e4m3fn", "nvfp4"])
+def test_a_graph_calibrates_quantizes_and_saves_and_core_samples_the_file(
+    server: Server, latent: Callable[..., torch.Tensor], format: str
+):
+    graph = _nodes()
+    plain = latent(graph)
+    settings = {**CONDITIONS, "steps": 2, "cfg": 1.0, "filename_prefix": f"calibration/in_graph_{format}"}
+    made = {key: value for key, value in graph.items() if key not in ("sampler", "save")}
+    made["watch"] = node("NativeDiTCalibrateModel", model=["model", 0], **settings)
+    smooth = format == "nvfp4" and at_least(server.comfyui, "0.30.0")
+    craft = {"calibration": ["watch", 1], "rounding": "feedback", "smooth": smooth}
+    rules = {"format": format, "policy": "card", "keep": ""}
+    made["quantize"] = node("NativeDiTQuantizeModel", model=["model", 0], **rules, **craft)
+    saving = {"filename_prefix": "quant/calibrated", "precision": "as stored", "policy": "card"}
+    made["save"] = node("NativeDiTSaveDiffusionModel", model=["quantize", 0], **saving)
+    outputs = server.run(made)
+    saved, [statistics] = server.file_of(outputs["save"]["files"][0]), outputs["watch"]["files"]
+    name = f"{statistics['subfolder']}/{statistics['filename']}"
+
+    # what the command makes of the same file with the same statistics; on a CPU the graph holds it in float32
+    folder = server.models("diffusion_models")
+    wanted = folder / f"wanted_{format}.safetensors"
+    command = Craft("float32", read_calibration(server.file_of(statistics)), smooth, Rounding())
+    nativedit.quantize(folder / MODEL, wanted, format=format, craft=command)
+    _same(saved, wanted)
+    suffixes = {key.rpartition(".")[2] for key in load_file(saved)}
+    assert "input_scale" in suffixes and ("pre_quant_scale" in suffixes) == smooth
+
+    # chosen from the list: while loading, and while saving
+    info = server.get_json("/object_info/NativeDiTLoadDiffusionModel")["NativeDiTLoadDiffusionModel"]
+    assert name in info["input"]["optional"]["calibration"][1]["options"]
+    chosen = {**craft, "calibration": name}
+    saving = {**saving, "precision": format, "filename_prefix": "quant/calibrated_on_save"}
+    on_save = {"model": graph["model"], "save": node("NativeDiTSaveDiffusionModel", model=["model", 0], **saving)}
+    on_save["save"]["inputs"] |= chosen
+    _same(server.file_of(server.run(on_save)["save"]["files"][0]), wanted)
+    on_load = {"model": node("NativeDiTLoadDiffusionModel", **graph["model"]["inputs"] | chosen)}
+    on_load["model"]["inputs"]["precision"] = format
+    on_load["save"] = node("NativeDiTSaveDiffusionModel", **saving | {"precision": "as stored"}, model=["model", 0])
+    exact = folder / f"exact_{format}.safetensors"
+    nativedit.quantize(folder / MODEL, exact, format=format, craft=replace(command, compute="stored"))
+    _same(server.file_of(server.run(on_load)["save"]["files"][0]), exact)
+
+    again = latent({**graph, "model": node("UNETLoader", unet_name=wanted.name, weight_dtype="default")})
+    assert 1e-4 < rel_err(again, plain) < (0.25 if format == "nvfp4" else 0.1)
+
+
+def _same(file: Path, wanted: Path) -> None:
+    """Value by value: ComfyUI's models hold norms in float32."""
+    found, expected = load_file(file), load_file(wanted)
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        assert torch.equal(value.float(), expected[key].float()), key

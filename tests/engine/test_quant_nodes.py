@@ -16,6 +16,7 @@ from support import rel_err
 
 import nativedit
 from nativedit.engine.errors import NodeError
+from nativedit.quant.craft import Craft
 
 FORMATS = ["int8_tensorwise", "float8_e4m3fn", "mxfp8", "nvfp4"]
 
@@ -97,6 +98,75 @@ def test_a_budget_in_the_graph_reports_each_layer_in_words_and_as_a_picture(run,
     assert written(result).stat().st_size < size
     assert " dB" in text and "excluded by 'blocks.0.*'" in text
     assert picture.ndim == 4 and picture.shape[-1] == 3 and picture.min() >= 0 and picture.max() <= 1
+
+
+CALIBRATED = {"calibration": ["watch", 1], "rounding": "feedback", "smooth": True}
+
+
+def watching() -> dict[str, Any]:
+    """Nodes that calibrate the model, and the model."""
+    graph = text_to_latent(model="tiny_bf16.safetensors", cfg=1.0, loader="NativeDiTLoadDiffusionModel")
+    graph["clip"]["inputs"]["architecture"] = "prx_pixel"
+    del graph["sampler"], graph["save"]
+    conditions = {"positive": ["positive", 0], "negative": ["negative", 0], "latent_image": ["latent", 0]}
+    settings = {"seed": 3, "steps": 2, "cfg": 1.0, "filename_prefix": "calibration/tiny"}
+    graph["watch"] = node("NativeDiTCalibrateModel", model=["model", 0], **conditions, **settings)
+    return graph
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "nvfp4", "int8_tensorwise"])
+def test_statistics_and_rounding_in_a_graph_give_the_file_of_the_command(run, models: Path, tmp_path: Path, name: str):
+    quantize = node("NativeDiTQuantizeModel", model=["model", 0], format=name, policy="card", keep="")
+    quantize["inputs"] |= CALIBRATED
+    result = run({**watching(), "quantize": quantize, "save": saver("quantize")})
+    statistics, listed = result.outputs["watch"]
+    assert listed == "calibration/tiny_00001_.safetensors"
+
+    craft = Craft.of(statistics, "feedback", True)
+    wanted = tmp_path / "wanted.safetensors"
+    nativedit.quantize(models / "diffusion_models" / "tiny_bf16.safetensors", wanted, format=name, craft=craft)
+    suffixes = {key.rpartition(".")[2] for key in load_file(wanted)}
+    assert ("input_scale" in suffixes) == (name != "int8_tensorwise")
+    assert ("pre_quant_scale" in suffixes) == (name == "nvfp4")
+    same(load_file(written(result)), load_file(wanted))
+
+    given = {**CALIBRATED, "calibration": listed}  # chosen from the list, in a graph of its own
+    on_load, on_save = loader(precision=name), saver(precision=name)
+    on_load["inputs"] |= given
+    on_save["inputs"] |= given
+    same(load_file(written(run({"model": on_load, "save": saver()}))), load_file(wanted))
+    same(load_file(written(run({"model": loader(), "save": on_save}))), load_file(wanted))
+
+
+def test_a_budget_weighs_errors_by_the_statistics(run, models: Path, tmp_path: Path):
+    source = models / "diffusion_models" / "tiny_bf16.safetensors"
+    inputs = {"format": "auto", "policy": "card", "keep": "", "target_size": 0.0, "min_sqnr": 30.0}
+    quantize = node("NativeDiTQuantizeModel", model=["model", 0], **inputs, calibration=["watch", 1])
+    result = run({**watching(), "quantize": quantize, "save": saver("quantize")})
+
+    craft = Craft.of(result.outputs["watch"][0], "plain", False)
+    nativedit.quantize(source, tmp_path / "wanted.safetensors", min_sqnr=30, craft=craft)
+    same(load_file(written(result)), load_file(tmp_path / "wanted.safetensors"))
+    nativedit.quantize(source, tmp_path / "unweighted.safetensors", min_sqnr=30)
+    formats = [
+        {key: bytes(value.tolist()) for key, value in load_file(path).items() if key.endswith(".comfy_quant")}
+        for path in (tmp_path / "wanted.safetensors", tmp_path / "unweighted.safetensors")
+    ]
+    assert formats[0] != formats[1]
+
+
+def test_statistics_without_quantizing_and_files_that_are_gone_are_sentences(run):
+    model = loader()
+    model["inputs"] |= {"rounding": "feedback"}
+    with pytest.raises(NodeError, match="as stored quantizes nothing"):
+        run({"model": model, "save": saver()})
+    model["inputs"] |= {"smooth": True}
+    with pytest.raises(NodeError, match="choose a calibration too"):
+        run({"model": model, "save": saver()})
+    model = loader(precision="nvfp4")
+    model["inputs"] |= {"calibration": "calibration/gone.safetensors"}
+    with pytest.raises(ValueError, match=r"calibration can't be 'calibration/gone\.safetensors'"):
+        run({"model": model, "save": saver()})
 
 
 def test_a_budget_that_can_not_be_kept_and_auto_without_one_are_sentences(run):
