@@ -9,8 +9,10 @@ from typing import Any
 
 import comfy.lora
 
+from ..checkpoints.lora_fit import Fit
 from .clip import TextEncoderModel
 from .hooks import wrap_once
+from .lora_shapes import misfit
 from .model import NativeDiTModel
 
 log = logging.getLogger(__name__)
@@ -29,11 +31,12 @@ _TEXT_ENCODER = r"^(?:lora_te\d?_|text_encoders?\.|te\d?\.)"
 
 
 class KeyMap(dict):
-    """ComfyUI's map from a LoRA's names to weights, known to hold names of ours. has: which parts it covers."""
+    """ComfyUI's map from a LoRA's names to weights, known to hold names of ours. parts: what it covers, the model of
+    each."""
 
     def __init__(self, names: dict[str, Any]):
         super().__init__(names)
-        self.parts: set[str] = getattr(names, "parts", set())
+        self.parts: dict[str, Any] = getattr(names, "parts", {})
 
 
 def install() -> None:
@@ -47,7 +50,7 @@ def _unet_keys(original: Callable[..., dict], model: Any, *args: Any, **kwargs: 
     if not isinstance(model, NativeDiTModel):
         return names
     names = KeyMap(names)
-    names.parts.add("diffusion model")
+    names.parts["diffusion model"] = model
     for key, target in _weights(model, "diffusion_model."):
         flat = key.replace(".", "_")
         for prefix in model.model_config.card.lora_prefixes:
@@ -63,7 +66,7 @@ def _clip_keys(original: Callable[..., dict], model: Any, *args: Any, **kwargs: 
     if not isinstance(model, TextEncoderModel):
         return names
     names = KeyMap(names)
-    names.parts.add("text encoder")
+    names.parts["text encoder"] = model
     for key, target in _weights(model, model.prefix):
         flat = key.replace(".", "_")
         for prefix in ("text_encoder.", "text_encoder.model.", "text_encoders.", "text_encoders.model."):
@@ -90,25 +93,29 @@ def _load_lora(original: Callable[..., dict], lora: Any, to_load: Any, *args: An
                 f"this file holds no layer of a LoRA: {', '.join(sorted(lora)[:3]) or 'it is empty'}. "
                 "`nativedit inspect` says what it is"
             )
-        report_match(lora, to_load, to_load.parts)
+        report_fit(lora, to_load, patches)
     return patches
 
 
-def report_match(lora: dict, names: dict, parts: set[str]) -> None:
+def report_fit(lora: dict, names: KeyMap, patches: dict) -> None:
     """One line when a LoRA fits in part. Raises ValueError when less than half of it fits: it is for another model."""
     layers = {re.sub(_SUFFIX, "", key) for key in lora if re.search(_SUFFIX, key)}
-    if parts == {"diffusion model"}:  # loaded for the model only: its text encoder's layers are left out on purpose
+    if set(names.parts) == {
+        "diffusion model"
+    }:  # loaded for it alone: the text encoder's layers are left out on purpose
         layers = {layer for layer in layers if not re.match(_TEXT_ENCODER, layer)}
-    elif parts == {"text encoder"}:
+    elif set(names.parts) == {"text encoder"}:
         layers = {layer for layer in layers if re.match(_TEXT_ENCODER, layer)}
-    left_over = sorted(layer for layer in layers if layer not in names)
-    if not left_over:
+    fit = Fit(len(layers), " and ".join(sorted(names.parts)))
+    for layer in sorted(layers):
+        if layer not in names:
+            fit.missing.append(layer)
+        elif sizes := misfit(patches.get(names[layer]), names[layer], names.parts.values()):
+            fit.other_size[layer] = sizes
+    if fit.applied == fit.layers:
         return
-    summary = f"{len(layers) - len(left_over)} of {len(layers)} layers of this LoRA applied"
-    some = ", ".join(left_over[:3]) + (", ..." if len(left_over) > 3 else "")
-    if 2 * len(left_over) > len(layers):
-        raise ValueError(
-            f"{summary}: it was made for another model, or saved in a layout that NativeDiT does not know. "
-            f"Not found in the {' and '.join(sorted(parts))}: {some}"
-        )
-    log.warning("NativeDiT: %s; not found in the %s: %s", summary, " and ".join(sorted(parts)), some)
+    summary = f"{fit.applied} of {fit.layers} layers of this LoRA applied"
+    if fit.too_little:
+        doubt = ", or saved in a layout that NativeDiT does not know" if fit.missing else ""
+        raise ValueError(f"{summary}: it was made for another model{doubt}; {fit.reasons()}")
+    log.warning("NativeDiT: %s; %s", summary, fit.reasons())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checkpoints.lora_fit import Fit
 from ..files.errors import FileError
 from ..files.source import open_source
 from ..ldm.layers.operations import CastOps
@@ -90,26 +92,55 @@ def apply_lora(
 
     wanted: the file's layers that are meant for this module; names: see ``diffusion_names``. Weights are added in
     float32 and kept in their own dtype; a quantized layer becomes a bfloat16 one, because its few steps could not hold
-    a small change. Raises FileError when less than half of the layers fit.
+    a small change. Raises FileError when less than half of the layers fit, by name or by size.
     """
     parameters = dict(module.named_parameters())
-    found = {name: names[name] for name in wanted if f"{names.get(name)}.weight" in parameters}
-    missing = sorted(wanted - found.keys())
-    summary = f"{len(found)} of {len(wanted)} layers of {os.path.basename(lora.path)} applied"
-    if 2 * len(missing) > len(wanted):
-        raise FileError(lora.path, f"{summary}: it was made for another model; not found: {', '.join(missing[:3])}")
-    if missing:
-        summary += f"; not found: {', '.join(missing[:3])}"
+    found, summary = _found(module, lora, wanted, names, parameters)
     changed: dict[str, torch.Tensor] = {}
     for name, layer in found.items():
         weight = changed[layer] if layer in changed else _plain_weight(module.get_submodule(layer))
-        changed[layer] = _added(weight, lora, name, f"{layer}.weight", strength)
+        changed[layer] = _added(weight, lora.layers[name], strength)
     kept = {key: value for key, value in parameters.items() if key.removesuffix(".weight") not in changed}
     kept |= dict(module.named_buffers())
     copied = copy.deepcopy(module, {id(value): value for value in kept.values()})
     for layer, weight in changed.items():
         _put(copied, layer, torch.nn.Parameter(weight, requires_grad=False))
     return copied, summary
+
+
+def _found(
+    module: torch.nn.Module, lora: LoraFile, wanted: set[str], names: Mapping[str, str], parameters: Mapping
+) -> tuple[dict[str, str], str]:
+    """({the file's layer: the module's}, the summary) of those that fit. Raises FileError when too few do."""
+    fit = Fit(len(wanted), "model")
+    found = {}
+    for name in sorted(wanted):
+        layer = names.get(name)
+        if f"{layer}.weight" not in parameters:
+            fit.missing.append(name)
+            continue
+        shape, own = _changed_shape(lora, name), _shape(module.get_submodule(layer))
+        if shape == (own[0], math.prod(own[1:])):
+            found[name] = layer
+        else:
+            fit.other_size[name] = (shape, own)
+    summary = f"{fit.applied} of {fit.layers} layers of {os.path.basename(lora.path)} applied"
+    if fit.too_little:
+        raise FileError(lora.path, f"{summary}: it was made for another model; {fit.reasons()}")
+    return found, f"{summary}; {fit.reasons()}" if fit.reasons() else summary
+
+
+def _shape(layer: torch.nn.Module) -> tuple[int, ...]:
+    quantization = getattr(layer, "quantization", None)
+    return tuple(layer.weight.shape) if quantization is None else quantization.shape
+
+
+def _changed_shape(lora: LoraFile, name: str) -> tuple[int, int]:
+    """[out, in] of the product. Raises FileError for factors that do not fit each other."""
+    up, down = (lora.layers[name][part] for part in ("up", "down"))
+    if up[0].numel() != down.shape[0]:
+        raise FileError(lora.path, f"the factors of {name} do not fit: {list(up.shape)} and {list(down.shape)}")
+    return up.shape[0], down[0].numel()
 
 
 def _plain_weight(layer: torch.nn.Module) -> torch.Tensor:
@@ -129,11 +160,8 @@ def _put(module: torch.nn.Module, layer: str, weight: torch.nn.Parameter) -> Non
     own.weight = weight
 
 
-def _added(weight: torch.Tensor, lora: LoraFile, name: str, key: str, strength: float) -> torch.Tensor:
-    down, up = (lora.layers[name][part].to(weight.device, torch.float32).flatten(1) for part in ("down", "up"))
-    shape = (up.shape[0], down.shape[1])
-    if up.shape[1] != down.shape[0] or shape != tuple(weight.flatten(1).shape):
-        raise FileError(lora.path, f"{name} changes a weight of shape {list(shape)}, but {key} is {list(weight.shape)}")
-    alpha = lora.layers[name].get("alpha")
+def _added(weight: torch.Tensor, adapter: Mapping[str, torch.Tensor], strength: float) -> torch.Tensor:
+    down, up = (adapter[part].to(weight.device, torch.float32).flatten(1) for part in ("down", "up"))
+    alpha = adapter.get("alpha")
     scale = strength * (float(alpha) / down.shape[0] if alpha is not None else 1.0)
     return (weight.float() + scale * (up @ down).reshape(weight.shape)).to(weight.dtype)

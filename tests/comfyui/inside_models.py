@@ -25,6 +25,69 @@ def check_lora_names_are_added_to_our_models_only():
     assert type(comfy.lora.model_lora_keys_unet(Other(), {})) is dict
 
 
+def adapters(rows, columns):
+    """One file per kind of adapter, for a weight of this size; {kind: tensors without the layer's name}."""
+    products = (("a", (rows, 2)), ("b", (2, columns)))
+    shapes = {
+        "lora": {"lora_B.weight": (rows, 2), "lora_A.weight": (2, columns)},
+        "loha": {f"hada_w{i}_{part}": shape for i in "12" for part, shape in products},
+        "lokr": {"lokr_w1": (2, 4), "lokr_w2": (rows // 2, columns // 4)},
+        "lokr in factors": {
+            "lokr_w1_a": (2, 1), "lokr_w1_b": (1, 4), "lokr_w2_a": (rows // 2, 3), "lokr_w2_b": (3, columns // 4),
+        },
+        "glora": {
+            "a1.weight": (columns, 2), "a2.weight": (2, columns), "b1.weight": (rows, 2), "b2.weight": (2, columns),
+        },
+        "old glora": {
+            "a1.weight": (2, columns), "a2.weight": (columns, 2), "b1.weight": (2, columns), "b2.weight": (rows, 2),
+        },
+        "diff": {"diff": (rows, columns)},
+    }  # fmt: skip
+    return {kind: {name: torch.ones(shape) for name, shape in parts.items()} for kind, parts in shapes.items()}
+
+
+def check_an_adapter_of_another_size_is_one_that_comfyui_leaves_out():
+    misfit = part("bridge.lora_shapes").misfit
+    load_lora = comfy.lora._nativedit_wrapped["load_lora"]
+    model = comfy.sd.load_diffusion_model(str(TINY)).model
+    key = "diffusion_model.blocks.1.gate_proj.weight"
+    weight = model.state_dict()[key]
+    assert weight.shape == (128, 64)
+    for rows, columns in ((128, 64), (128, 48), (96, 64), (96, 48), (256, 64)):
+        for kind, tensors in adapters(rows, columns).items():
+            named = {f"layer.{name}": value for name, value in tensors.items()}
+            [patch] = load_lora(named, {"layer": key}).values()
+            changed = comfy.lora.calculate_weight([(1.0, patch, 1.0, None, None)], weight.clone(), key)
+            applied = not torch.equal(changed, weight)
+            assert applied == ((rows, columns) == (128, 64)), (kind, rows, columns)
+            expected = None if applied else ((rows, columns), (128, 64))
+            assert misfit(patch, key, [model]) == expected, (kind, rows, columns)
+
+
+def check_what_is_not_certain_about_an_adapter_is_not_said():
+    misfit, weight_shape = part("bridge.lora_shapes").misfit, part("bridge.lora_shapes").weight_shape
+    model = comfy.sd.load_diffusion_model(str(TINY)).model
+    key = "diffusion_model.blocks.1.gate_proj.weight"
+    wrong = ("diff", (torch.ones(3, 3),))
+    assert misfit(wrong, key, [model]) == ((3, 3), (128, 64))
+    padded = ("diff", (torch.ones(300, 64), {"pad_weight": True}))
+    for patch in (padded, ("set", (torch.ones(3, 3),)), ("model_as_lora", (torch.ones(3, 3),)), object(), None):
+        assert misfit(patch, key, [model]) is None, patch
+    assert misfit(wrong, (key, (0, 0, 3)), [model]) is None  # a slice of the weight
+    assert misfit(wrong, "diffusion_model.no.such.weight", [model]) is None
+
+    class Wrapper(torch.Tensor):
+        """As packs keep codes of their own: the shape is the codes'."""
+
+    layer = model.diffusion_model.blocks[1].gate_proj
+    layer.weight = torch.nn.Parameter(torch.zeros(5).as_subclass(Wrapper), requires_grad=False)
+    assert weight_shape(model, key) == (128, 64)
+    layer.weight = None  # as ComfyUI's dynamic memory manager leaves it until it is needed
+    assert weight_shape(model, key) == (128, 64)
+    layer.in_features = None
+    assert weight_shape(model, key) is None
+
+
 def check_attention_is_right_with_masks_on_every_backend():
     backend = part("bridge.attention").comfyui_attention
     sdpa = part("ldm.layers.attention").sdpa

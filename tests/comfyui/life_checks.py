@@ -135,14 +135,22 @@ def check_weights_that_do_not_exist_before_loading_are_fine(row):
         assert error(apply(model, row), apply(plain.model, row)) < 1e-5
 
 
+def weight_shapes(patcher):
+    """What a LoRA is held against, which is told of weights in any format."""
+    shape = part("bridge.lora_shapes").weight_shape
+    return {key: shape(patcher.model, key) for key in patcher.model.state_dict() if key.endswith(".weight")}
+
+
 def check_a_model_in_every_format_by_cores_loader_and_saved(row):
     """Quantized by the command, loaded by ComfyUI's loader, sampled, saved as stored, loaded and sampled again."""
-    plain, found = sample(load(row), row, cfg=1.0), {}
+    plain, shapes, found = sample(load(row), row, cfg=1.0), weight_shapes(load(row)), {}
+    assert None not in shapes.values()
     for name in FORMATS:
         path = BASE / "output" / f"{row}_{name}.safetensors"
         report = part("checkpoints.quantize").quantize(MODELS / f"{row}.safetensors", path, format=name)
         assert len(report.quantized) > 10, name
         model = comfy.sd.load_diffusion_model(str(path))
+        assert {key: weight_shapes(model)[key] for key in shapes} == shapes, name
         latent = sample(model, row, cfg=1.0)
         found[name] = error(latent, plain)
         assert 0 < found[name] < WORST.get(name, 0.1), found

@@ -78,6 +78,42 @@ def test_a_lora_of_another_model_is_an_error(server: Server):
     assert error.value.node == "lora"
 
 
+def with_wide_layers(count: int | None) -> dict[str, torch.Tensor]:
+    """A LoRA for the tiny model, ``count`` layers of it (None: all) from one of hidden size 128."""
+    fitting = files.lora(files.dit_state(), "diffusion_model.{}")
+    wide = files.lora(files.dit_state({**files.DIT, "hidden_size": 128}), "diffusion_model.{}")
+    layers = sorted({key.split(".lora_")[0] for key in fitting if ".blocks." in key})[:count]
+    return {key: wide[key] if key.split(".lora_")[0] in layers else value for key, value in fitting.items()}
+
+
+def test_a_lora_of_a_wider_model_is_an_error_with_both_widths(server: Server):
+    files.save_file(with_wide_layers(None), server.models("loras") / "wider.safetensors")
+
+    with pytest.raises(
+        GraphError, match=r"\d+ of \d+ layers of this LoRA applied: it was made for another model; of anot"
+    ) as error:
+        server.run(for_model_only("wider.safetensors"))
+    assert error.value.node == "lora"
+    assert "most take 128 features in the LoRA and 64 in the model" in str(error.value)
+    assert "not found" not in str(error.value) and "layout" not in str(error.value)
+
+
+def test_a_lora_with_some_layers_of_another_size_says_how_much(server: Server, latent: Callable):
+    files.save_file(with_wide_layers(2), server.models("loras") / "two_wider.safetensors")
+    _, log = server.log_during(lambda: latent(for_model_only("two_wider.safetensors")))
+
+    count = len(with_wide_layers(2)) // 2
+    assert f"{count - 2} of {count} layers of this LoRA applied; of another size than in the diffusion model: " in log
+
+
+def test_a_text_encoders_lora_of_another_size_is_an_error(server: Server):
+    wide = files.text_state(config={**files.TEXT, "intermediate_size": 96, "hidden_size": 48})
+    files.save_file(files.lora(wide, "text_encoder.{}"), server.models("loras") / "text_wider.safetensors")
+
+    with pytest.raises(GraphError, match=r"0 of 14 layers .* \(most take 48 features in the LoRA and 32 in the model"):
+        server.run(for_both("text_wider.safetensors"))
+
+
 def test_a_file_that_is_no_lora_is_an_error(server: Server):
     files.save_file({"something.weight": torch.zeros(2, 2)}, server.models("loras") / "no_lora.safetensors")
 

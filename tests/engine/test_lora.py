@@ -86,15 +86,35 @@ def test_alpha_scales_by_the_rank(run, models: Path):
 def test_a_lora_that_fits_in_part_says_how_much(run):
     (note,) = run(model_only("most_fit.safetensors")).notes
 
-    assert note.startswith("PRXPixel: ") and "layers of most_fit.safetensors applied; not found: " in note
+    assert note.startswith("PRXPixel: ") and "layers of most_fit.safetensors applied; not found in the model: " in note
+
+
+def test_a_layer_of_another_size_is_left_out_and_said(run, models: Path):
+    lora = files.lora(files.dit_state(), "{}")
+    for part, shape in (("A", (2, 48)), ("B", (192, 2))):
+        lora[f"blocks.0.attention.img_qkv_proj.lora_{part}.weight"] = torch.ones(shape)
+    save_file(lora, models / "loras" / "one_wider.safetensors")
+    result = run(model_only("one_wider.safetensors"))
+
+    count = len(lora) // 2
+    (note,) = result.notes
+    assert (
+        f"{count - 1} of {count} layers of one_wider.safetensors applied; of another size than in the model: " in note
+    )
+    key = "blocks.0.attention.img_qkv_proj.weight"
+    assert torch.equal(weights(result)[key], files.dit_state()[key])
 
 
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
-        ("few_fit", "2 of .* it was made for another model; not found: "),
+        ("few_fit", "2 of .* it was made for another model; not found in the model: "),
         ("no_lora", "holds no LoRA"),
-        ("other_width", r"img_qkv_proj changes a weight of shape \[192, 48\], but .* is \[192, 64\]"),
+        (
+            "other_width",
+            r"0 of 1 .*img_qkv_proj changes \[192, 48\] where the model has \[192, 64\] \(most take 48 features",
+        ),
+        ("two_ranks", r"the factors of .*img_qkv_proj do not fit: \[192, 3\] and \[2, 64\]"),
     ],
 )
 def test_a_lora_that_does_not_fit_is_refused(run, models: Path, file: str, expected: str):
@@ -102,10 +122,10 @@ def test_a_lora_that_does_not_fit_is_refused(run, models: Path, file: str, expec
 
     folder = models / "loras"
     save_file({"x.weight": torch.zeros(2)}, folder / "no_lora.safetensors")
-    wrong = {
-        f"blocks.0.attention.img_qkv_proj.lora_{p}.weight": torch.zeros(s) for p, s in (("A", (2, 48)), ("B", (192, 2)))
-    }
-    save_file(wrong, folder / "other_width.safetensors")
+    for name, shapes in (("other_width", ((2, 48), (192, 2))), ("two_ranks", ((2, 64), (192, 3)))):
+        factors = zip("AB", shapes, strict=True)
+        wrong = {f"blocks.0.attention.img_qkv_proj.lora_{p}.weight": torch.zeros(shape) for p, shape in factors}
+        save_file(wrong, folder / f"{name}.safetensors")
 
     with pytest.raises(NodeError, match=f"node lora LoraLoaderModelOnly: .*{file}.safetensors: .*{expected}"):
         run(model_only(f"{file}.safetensors"))
