@@ -17,8 +17,17 @@ import torch
 
 __all__ = ["spread"]
 
+# glibc gives freed memory back to the system, and asks for it anew page by page, from twice the largest block on that it
+# was given back so far; it learns from blocks of up to 32 MiB. Temporaries of a few MiB then cost more than the work.
+_LARGEST_LEARNT = (32 << 20) - (64 << 10)
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+@functools.lru_cache(maxsize=1)
+def _keep_freed_memory() -> None:
+    torch.empty(_LARGEST_LEARNT, dtype=torch.uint8)  # freed at once, its pages never touched
 
 
 @functools.lru_cache(maxsize=1)
@@ -41,6 +50,7 @@ def _pool(count: int) -> ThreadPoolExecutor:
 
 def spread(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """``work`` of every item, in order; as many at once as torch has threads, one more waiting. Errors come through."""
+    _keep_freed_memory()
     count = torch.get_num_threads()
     if count == 1:
         yield from map(work, items)
