@@ -1,8 +1,8 @@
 """NativeDiT: diffusion transformers that ComfyUI's core lacks, comfy_quant checkpoints, headless graphs.
 
-This file is both doors: ComfyUI imports it as a custom node pack (under a name made from its path) and calls
-``comfy_entrypoint``; everyone else imports it as ``nativedit``. Importing it loads nothing: the public names
-below are resolved on first use.
+This file is both doors: ComfyUI imports it as a custom node pack, under a name made from its path, and calls its entry
+point; everyone else imports it by its own name. Importing it loads nothing: the public names below are resolved on
+first use.
 """
 
 from importlib import import_module
@@ -33,7 +33,7 @@ def __getattr__(name):
         module = _PUBLIC[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    return getattr(import_module(module, __name__), name)
+    return vars(import_module(module, __name__))[name]
 
 
 def __dir__():

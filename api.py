@@ -50,16 +50,15 @@ def architectures() -> list[Architecture]:
 def load_diffusion_model(
     path: str | os.PathLike,
     *,
-    architecture: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    dtype: str | torch.dtype | None = None,
+    architecture: str | None = None,  # a name from `architectures`; None = recognise by keys and shapes
+    config: Mapping[str, Any] | None = None,  # constructor arguments that shapes can't tell
+    dtype: str | torch.dtype | None = None,  # "bfloat16", "float32", ...; None = as stored
     device: str | torch.device = "cpu",
 ) -> torch.nn.Module:
     """The diffusion transformer in a comfy file, a shard index or a diffusers folder, in eval mode.
 
-    architecture: a name from ``architectures()``, None = recognise by keys and shapes; config: constructor arguments
-    that shapes can't tell; dtype: "bfloat16", "float32", ... or None = as stored.
-    Raises FileError (what is wrong, in which layer, what to do), FileNotFoundError, ValueError (unknown architecture).
+    Raises FileError, which says what is wrong, in which layer, and what to do; FileNotFoundError; and ValueError for an
+    unknown architecture.
     """
     return _load.load_diffusion_model(path, architecture=architecture, config=config, dtype=dtype, device=device)
 
@@ -67,31 +66,29 @@ def load_diffusion_model(
 def load_text_encoder(
     path: str | os.PathLike,
     *,
-    family: str | None = None,
+    family: str | None = None,  # "qwen3_vl", ...; None = recognise
     config: Mapping[str, Any] | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
-    tokenizer: str | os.PathLike | None = None,
+    tokenizer: str | os.PathLike | None = None,  # its folder or file; None = in the checkpoint or beside it
 ) -> LoadedTextEncoder:
-    """A text encoder with its tokenizer. family: "qwen3_vl", ..., None = recognise; tokenizer: its folder or file,
-    None = in the checkpoint or beside it. Raises as ``load_diffusion_model``."""
+    """A text encoder with its tokenizer. Raises the same errors as the function for diffusion models."""
     return _load.load_text_encoder(path, family=family, config=config, dtype=dtype, device=device, tokenizer=tokenizer)
 
 
 def load_autoencoder(
     path: str | os.PathLike,
     *,
-    architecture: str | None = None,
+    architecture: str | None = None,  # the diffusion model whose autoencoder is wanted; None = recognise
     config: Mapping[str, Any] | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> torch.nn.Module:
-    """An autoencoder: ``encode(pixels [B, 3, H, W] in [-1, 1])`` gives the raw latent, ``decode(latent)`` pixels; both
-    also as ``tiled_encode``, ``tiled_decode``.
+    """An autoencoder: it encodes pixels into the raw latent and decodes the latent into pixels, whole or in tiles.
 
-    architecture: the diffusion model whose autoencoder is wanted, None = recognise by keys and shapes.
-    Raises as ``load_diffusion_model``.
+    Raises the same errors as the function for diffusion models.
     """
+    # Pixels are [B, 3, H, W] in [-1, 1]; the methods are encode, decode, tiled_encode, tiled_decode.
     kind = None if architecture is None else supported_models.get_architecture(architecture).autoencoder
     return _autoencoder.load_autoencoder(path, autoencoder=kind, config=config, dtype=dtype, device=device)[0]
 
@@ -100,17 +97,16 @@ def resolve(
     name: str | os.PathLike,
     *,
     models_dir: str | os.PathLike,
-    folder: str | None = None,
-    override: str | os.PathLike | None = None,
-    extra_paths: str | os.PathLike | None = None,
-    download: bool = False,
+    folder: str | None = None,  # ComfyUI's name of the kind; None = all
+    override: str | os.PathLike | None = None,  # a path that wins
+    extra_paths: str | os.PathLike | None = None,  # a YAML file; None = extra_model_paths.yaml beside models/
+    download: bool = False,  # get it when it isn't there
 ) -> Path:
-    """The file that a name means: a path, a file under ComfyUI's ``models_dir``, or the best variant of a model or of
-    an architecture (int8 ConvRot before float8 before bfloat16).
+    """The file that a name means: a path, a file under ComfyUI's folder of models, or the best variant of a model or of
+    an architecture: int8 with rotation before float8 before bfloat16.
 
-    folder: ComfyUI's name of the kind, None = all; override: a path that wins; extra_paths: a YAML file, None =
-    extra_model_paths.yaml beside models/; download: get it when it isn't there. Raises FileError (none, or several:
-    where was looked), FileNotFoundError (no such folder).
+    Raises FileError when there is none, or several, and says where it looked; FileNotFoundError when the folder does
+    not exist.
     """
     return _resolve.resolve(
         name, models_dir=models_dir, folder=folder, override=override, extra_paths=extra_paths, download=download

@@ -1,4 +1,5 @@
-"""The command line. Also for ComfyUI's own Python (`python path/to/the/pack ...`), hence argparse and tqdm alone."""
+"""The command line. ComfyUI's own Python can run it too, hence it needs nothing but the standard library and tqdm."""
+# python path/to/the/pack COMMAND
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Archs:
         cards = architectures()
         if args.json:
             fields = ("name", "title", "license", "repositories", "text_encoders", "autoencoder", "latent_format")
-            print(json.dumps([{name: getattr(card, name) for name in fields} for card in cards], indent=2))
+            print(json.dumps([{name: vars(card)[name] for name in fields} for card in cards], indent=2))
             return 0
         width = max((len(card.name) for card in cards), default=0)
         for card in cards:
@@ -103,7 +104,7 @@ def _size(nbytes: int) -> str:
 
 def _command(dotted: str):
     module, _, name = dotted.partition(":")
-    return getattr(import_module(module, __package__), name)
+    return vars(import_module(module, __package__))[name]
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ class Convert:
             action="append",
             default=[],
             metavar="PREFIX=FILE",
-            help="join into an all-in-one checkpoint: text_encoders.NAME.=FILE, vae.=FILE; may be given several times",
+            help="join into an all-in-one checkpoint; may be given several times, for text_encoders.NAME. and for vae.",
         )
         parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -68,13 +68,14 @@ def _assignment(text: str) -> tuple[str, str]:
 class Resolve:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
+        from .engine.command import DEFAULT_MODELS
+
         parser.add_argument("name", nargs="?", help="a file's name, a path under models/, or an architecture")
         parser.add_argument("--workflow", metavar="FILE.json", help="list every model file that a workflow names")
         parser.add_argument(
             "--models-dir",
             metavar="DIR",
-            help="ComfyUI's models folder "
-            "(default: $NATIVEDIT_MODELS_DIR, the ComfyUI that this pack lies in, ./models)",
+            help=f"ComfyUI's models folder (default: {DEFAULT_MODELS})",
         )
         parser.add_argument("--folder", metavar="KIND", help="look among these only: diffusion_models, vae, loras, ...")
         parser.add_argument("--extra-paths", metavar="FILE.yaml", help="default: extra_model_paths.yaml beside models/")

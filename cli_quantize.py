@@ -88,7 +88,9 @@ class Quantize:
             "--compute", choices=COMPUTE, default=COMPUTE[0], help="arithmetic: the weight's own type (ComfyUI's bytes)"
         )
         craft.add_argument("--calibration", metavar="FILE", help="from nativedit calibrate: scales of layers' inputs")
-        craft.add_argument("--smooth", action="store_true", help="nvfp4: even out calibrated inputs (ComfyUI 0.30)")
+        craft.add_argument(
+            "--smooth", action="store_true", help="even out calibrated inputs of nvfp4 (needs ComfyUI 0.30)"
+        )
         craft.add_argument(
             "--rounding", choices=ROUNDING, default=ROUNDING[0], help="feedback: less error for more time, same storage"
         )

@@ -8,14 +8,14 @@ from typing import Any
 
 
 def save_report(path: str, data: Mapping[str, Any]) -> None:
-    """As JSON, HTML or PNG, by the ending. Raises ValueError for another ending."""
+    """As data, as a page or as a picture, by the ending of its name. Raises ValueError for another ending."""
     from .checkpoints.quant_report import write_report
     from .checkpoints.report_html import html_of_report
 
-    write_report(data, path, html_of_report, _png)
+    write_report(data, path, html_of_report, _picture)
 
 
-def _png(data: Mapping[str, Any]) -> bytes:
+def _picture(data: Mapping[str, Any]) -> bytes:
     from .checkpoints.report_picture import picture_of_report
     from .engine.drawn_text import png, rasterise
 
@@ -45,11 +45,10 @@ class CompareReports:
         print(found.text())
         if args.report is not None:
 
-            def png(_: Mapping[str, Any]) -> bytes:
-                from .engine.drawn_text import png as encode
-                from .engine.drawn_text import rasterise
+            def picture(data: Mapping[str, Any]) -> bytes:
+                from .engine.drawn_text import png, rasterise
 
-                return encode(picture_of_reports(first, second, rasterise))
+                return png(picture_of_reports(first, second, rasterise))
 
-            write_report(found.data(), args.report, lambda _: html_of_reports(first, second), png)
+            write_report(found.data(), args.report, lambda data: html_of_reports(first, second), picture)
         return 0

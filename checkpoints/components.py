@@ -78,10 +78,11 @@ def to_folder(
     *,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Every part of a pipeline in ComfyUI's folders: diffusion_models/, text_encoders/, vae/ under ``destination``.
+    """Every part of a pipeline below the destination, in folders that have the names of ComfyUI's own.
 
-    A pair of transformers keeps ComfyUI's names for it: ``..._high_noise``, ``..._low_noise``.
+    A pair of transformers, one for high noise and one for low, keeps ComfyUI's names for that too.
     """
+    # diffusion_models/, text_encoders/, vae/; NAME_high_noise, NAME_low_noise.
     stem, notes, count = source.resolve().name, [], 0
     with new_folder(destination) as target:
         for part in parts:
@@ -150,16 +151,18 @@ def _refuse_other_names(checkpoint: Checkpoint) -> None:
     elif vae.has_diffusers_names(checkpoint):
         problem = "has diffusers' names"
     if problem is not None:
-        raise FileError(
-            checkpoint.path, f"{problem}; make ComfyUI's file of it first (nativedit convert SOURCE FILE.safetensors)"
-        )
+        way_out = "make ComfyUI's file of it first (nativedit convert)"
+        raise FileError(checkpoint.path, f"{problem}; {way_out}")
 
 
 def join(
     parts: Mapping[str, str | os.PathLike], destination: str | os.PathLike, *, progress: Progress | None = None
 ) -> ConversionReport:
-    """An all-in-one checkpoint of several files: prefix ("model.diffusion_model.", "text_encoders.t5xxl.", "vae.")
-    -> file with ComfyUI's names. Raises FileError (other names), ValueError (a prefix that ComfyUI does not know)."""
+    """An all-in-one checkpoint of several files, each under its prefix there.
+
+    Raises FileError for a file whose names are not ComfyUI's, ValueError for a prefix that ComfyUI does not know.
+    """
+    # Prefixes: "model.diffusion_model.", "text_encoders.t5xxl.", "vae.".
     for prefix in parts:
         if not prefix.endswith(".") or not any(prefix.startswith(start) for start in _PARTS):
             raise ValueError(f"prefix {prefix!r} is not one of {', '.join(_PARTS)} (a text encoder's name follows it)")

@@ -20,24 +20,23 @@ _CONVERTIBLE = (DIFFUSION_MODEL, TEXT_ENCODER, AUTOENCODER)
 
 
 def convert(
+    # A file (safetensors, or a pickle: .pth, .pt, .bin, .ckpt), a shard index, or a folder.
     source: str | os.PathLike,
+    # For "comfy" a .safetensors file (a folder for every part of a pipeline or of an all-in-one checkpoint), for
+    # "diffusers" a new folder.
     destination: str | os.PathLike,
     *,
     layout: str = "comfy",
-    component: str | None = None,
-    architecture: str | None = None,
-    tokenizer: str | os.PathLike | None = None,
-    progress: Progress | None = None,
+    component: str | None = None,  # of a whole pipeline (model_index.json); None = the transformer, "all" = every part
+    architecture: str | None = None,  # a card's name; None = recognise
+    tokenizer: str | os.PathLike | None = None,  # of a text encoder, when it isn't beside it
+    progress: Progress | None = None,  # (done, total, key)
     shard_bytes: int = SHARD_BYTES,
 ) -> ConversionReport:
     """Write a model in another layout; quantized layers keep their bits.
 
-    source: a file (safetensors, or a pickle: .pth, .pt, .bin, .ckpt), a shard index, a folder; of a whole pipeline
-    (model_index.json) the transformer, or ``component``. destination: for "comfy" a .safetensors file (a folder, or
-    component "all", for every part of a pipeline or of an all-in-one checkpoint), for "diffusers" a new folder.
-    architecture: a card's name, None = recognise. tokenizer: of a text encoder, when it isn't beside it.
-    progress: (done, total, key).
-    Raises FileError (missing and unknown keys by name; the wrong kind of file), OutputError, ValueError.
+    Raises FileError, which names the keys that are missing or unknown, or the wrong kind of file; OutputError; and
+    ValueError.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} is unknown; known are {', '.join(LAYOUTS)}")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ..files.errors import FileError, OutputError
 
-_ADDRESS = r"^https://huggingface\.co/([^/]+/[^/]+)/resolve/([^/]+)/(.+?)(?:\?.*)?$"
+# Repository, revision, and the file's path there.
+_ADDRESS = r"^https://huggingface\.co/([^/]+/[^/]+)" + r"/resolve/([^/]+)/(.+?)(?:\?.*)?$"
 # Partial files wait here, on the same disk as the models, until the next try.
 WAITING = ".nativedit-download"
 _SHA256 = r"^[0-9a-f]{64}$"
@@ -22,14 +23,13 @@ def fetch(
     url: str,
     destination: Path,
     *,
-    endpoint: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    endpoint: str | None = None,  # another address of the hub (tests, mirrors); None = huggingface_hub's own
+    progress: Callable[[int, int], None] | None = None,  # (done, in all) while the checksum is computed
 ) -> Path:
-    """Downloads ``url`` to ``destination`` unless it is there; returns ``destination``.
+    """Downloads a file to its destination, which is returned, unless it is there already.
 
-    endpoint: another address of the hub (tests, mirrors); None = huggingface_hub's own. progress: (done, in all) while
-    the checksum is computed. Raises FileError: no such address, no network, a wrong checksum; OutputError: a full disk;
-    ImportError: huggingface_hub is not installed.
+    Raises FileError when there is no such address, no network, or a wrong checksum; OutputError when the disk is full;
+    ImportError when the library of the hub is not installed.
     """
     if destination.exists():
         return destination

@@ -30,12 +30,18 @@ CHECKPOINT = Kind("checkpoint", "an all-in-one checkpoint", "checkpoints", "Load
 CONTROLNET = Kind("controlnet", "a ControlNet", "controlnet", "Load ControlNet Model")
 UNKNOWN = Kind("unknown", "no kind of model that NativeDiT knows", "", "")
 
-_ADAPTER = (
-    r"\.(?:lora_[AB]|lora_(?:down|up)|lora\.(?:down|up)|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|oft_blocks|dora_scale)\b"
+_ADAPTERS = (
+    *(r"lora_[AB]", r"lora_(?:down|up)", r"lora\.(?:down|up)", r"hada_w[12]_[ab]"),
+    *(r"lokr_w[12](?:_[ab])?", r"oft_blocks", r"dora_scale"),
 )
-_TEXT = (
-    r"(?:^|\.)(?:embed_tokens\.weight|shared\.weight|token_embedding\.weight|word_embeddings\.weight)$"
-    r"|encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight$|text_model\.encoder\.layers\.0\."
+_ADAPTER = rf"\.(?:{'|'.join(_ADAPTERS)})\b"
+_EMBEDDINGS = "|".join(("embed_tokens", "shared", "token_embedding", "word_embeddings"))
+_TEXT = "|".join(
+    (
+        rf"(?:^|\.)(?:{_EMBEDDINGS})\.weight$",
+        r"encoder\.block\.0\.layer\.0" + r"\.SelfAttention\.q\.weight$",
+        r"text_model\.encoder\.layers\.0\.",
+    )
 )
 _VAE = (
     r"(?:^|\.)(?:decoder\.conv_in\.|decoder\.conv1\.|encoder\.conv_in\.|encoder\.conv1\.|decoder\.up_blocks\.|"

@@ -29,9 +29,10 @@ _SHARED = ("down", "alpha", "hada_w1_b", "hada_w2_b")
 
 @dataclass
 class Adapter:
-    """What a file holds for one layer: word (see SUFFIXES) -> tensor; ``spelled``: word -> the file's suffix."""
+    """What a file holds for one layer, by words that mean the same in every dialect: those of SUFFIXES."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Word -> the file's own suffix.
     spelled: dict[str, str] = field(default_factory=dict)
 
     @property

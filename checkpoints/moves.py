@@ -102,7 +102,7 @@ class Move:
         size = sum(nbytes(dtype, shape) for _, dtype, shape in entries)
 
         def step(writing: Writing) -> Iterator[Task]:
-            def handle(_: torch.Tensor) -> None:
+            def handle(nothing: torch.Tensor) -> None:
                 tensors = reader.joined(read).tensors
                 record["crc32"] = f"{checksum(tensor_bytes(tensors['weight'])):08x}"
                 for suffix, tensor in tensors.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import pickle as torch_pickle
 
 from ..files.dtypes import name_of
 from ..files.errors import FileError, NotSafetensors
@@ -141,7 +141,7 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
     try:
         # Only the zip format can be mapped; older pickles are read into memory.
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (torch_pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = _reason(error)
         raise NotSafetensors(
             file,

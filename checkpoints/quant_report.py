@@ -140,7 +140,7 @@ def write_report(
     html: Callable[[Mapping[str, Any]], str],
     png: Callable[[Mapping[str, Any]], bytes],
 ) -> None:
-    """JSON, HTML or a picture, by the name's ending. Raises ValueError for another ending."""
+    """As data, as a page or as a picture, by the ending of its name. Raises ValueError for another ending."""
     kind = report_kind(path)
     content = png(data) if kind == "png" else (html(data) if kind == "html" else report_json(data)).encode("utf-8")
     with open(path, "wb") as file:

@@ -31,17 +31,20 @@ def quantize(
     destination: str | os.PathLike,
     *,
     format: str | None = None,
+    # None or "card" = the card's rules where the architecture is known, else the generic ones; "generic" = always
+    # those; a TOML file (or its content as a dict), or a file that was quantized within a budget: its plan.
     policy: str | os.PathLike | Mapping[str, Any] | None = None,
-    target: str | None = None,
-    comfyui: str | None = None,
+    target: str | None = None,  # the device that is to run the result: "sm89", "cpu", "mps"
+    comfyui: str | None = None,  # the oldest version that must read it
     **options: Any,
 ) -> QuantizationReport:
-    """policy: None or "card" = the card's rules where the architecture is known, else the generic ones; "generic" =
-    always those; a TOML file (or its content as a dict), or a file that was quantized within a budget: its plan.
+    """Quantize a file or a folder by the rules of its architecture's card, or by others.
 
-    target: the device that is to run the result ("sm89", "cpu", "mps"), comfyui: the oldest version that must read it;
-    formats beyond them are not used. A budget: target_size="6GB" or min_sqnr="35dB", with formats=(...) to choose from.
-    Other options and errors: see ``quant.convert.quantize``."""
+    A budget is a size that the finished file must keep, or a least quality; then the format of each layer is chosen.
+    Formats that the device or the ComfyUI named does not know are not used. For the other options and for the errors
+    see the function of the same name in the package of quantization.
+    """
+    # quant.convert.quantize; budgets are target_size="6GB" and min_sqnr="35dB", with formats=(...) to choose from.
     card = None
     if policy != GENERIC:
         with open_checkpoint(source) as checkpoint:

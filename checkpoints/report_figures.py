@@ -13,7 +13,7 @@ Layer = Mapping[str, Any]
 
 _SHORT = {"int8_tensorwise:convrot=256": "int8_convrot", "int8_tensorwise:scale=row": "int8_tensorwise"}
 _SHORT |= {"convrot_w4a4:convrot=256": "convrot_w4a4"}
-_SHORT |= {"asym_w4a8_int8:convrot=256,group=16,codebook=yes": "asym_w4a8_int8"}
+_SHORT |= {"asym_w4a8_int8:" + "convrot=256,group=16,codebook=yes": "asym_w4a8_int8"}
 
 
 @dataclass(frozen=True)

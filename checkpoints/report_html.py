@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .quant_report import KEPT, report_policy
@@ -13,26 +14,9 @@ from .report_picture import colour_of_format, gain
 
 __all__ = ["html_of_report", "html_of_reports"]
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1e22; --soft: #6a7078; --back: #fff; --line: #d9dce1; --panel: #f4f5f7 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #ebedf0; --soft: #9aa0a8; --back: #191b20; --line: #3a3f47; --panel: #22252b } }
-body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 2em auto;
-  max-width: 1080px; padding: 0 1em }
-h1 { font-size: 1.4em; margin: 0 } h2 { font-size: 1.1em; margin: 2em 0 .6em }
-.soft { color: var(--soft) } .warn { color: #c4462f }
-.bar { display: flex; height: 26px; border-radius: 4px; overflow: hidden; margin: 1em 0 .6em }
-.bar span { min-width: 1px }
-i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em }
-table { border-collapse: collapse; width: 100% } th { text-align: left; font-weight: 600 }
-th, td { padding: .25em .7em .25em 0; border-bottom: 1px solid var(--line); vertical-align: top }
-td.n, th.n { text-align: right; white-space: nowrap } td.l { word-break: break-word; min-width: 13em }
-details { border-bottom: 1px solid var(--line) } summary { cursor: pointer; padding: .35em 0 }
-summary b { display: inline-block; min-width: 14em; font-weight: 600 } summary span { margin-right: 1.2em }
-details table { margin: .2em 0 1em } svg { width: 100%; height: auto; display: block } pre { background: var(--panel);
-  padding: 1em; overflow: auto; max-height: 28em; border-radius: 4px } .up { color: #2f9e50 } .down { color: #d0503f }
-svg text { fill: var(--soft); font: 11px system-ui, sans-serif }
-"""
+_STYLE = Path(__file__).with_name("report.css")
+_PLAN = "plan.toml"
+_WITH_THE_PLAN = f"nativedit quantize SOURCE FILE --policy {_PLAN}"
 _WIDTH, _HEIGHT, _LEFT = 1040, 240, 44
 
 
@@ -56,8 +40,8 @@ def html_of_report(data: Mapping[str, Any]) -> str:
     if data.get("plan"):
         parts += [
             "<h2>The plan as a policy</h2>",
-            "<p class=soft>Saved as a TOML file it makes the same file again: <code>nativedit quantize SOURCE FILE "
-            f"--policy plan.toml</code></p><pre>{_text(report_policy(data))}</pre>",
+            f"<p class=soft>Saved as a TOML file it makes the same file again: <code>{_WITH_THE_PLAN}</code></p>"
+            f"<pre>{_text(report_policy(data))}</pre>",
         ]
     return _page(f"{data['source']}: quantization", parts)
 
@@ -93,7 +77,8 @@ def html_of_reports(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
 
 
 def _page(title: str, parts: Sequence[str]) -> str:
-    head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{_STYLE}</style>'
+    style = _STYLE.read_text(encoding="utf-8")
+    head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{style}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
@@ -138,7 +123,7 @@ def _errors(layers: Sequence[Layer]) -> str:
         y = 4 if value is None else 20 + room - tall
         note = f"{layer['name']}: {layer['format']}, {decibels(value, layer)}, {size(layer['bytes_after'])}"
         shapes.append(_rect(x, y, width, tall, _colour(layer["format"] if value is not None else KEPT), note))
-    return _svg(_HEIGHT, [*shapes, *_ticks(layers, step, 20 + room)])
+    return _drawing(_HEIGHT, [*shapes, *_ticks(layers, step, 20 + room)])
 
 
 def _gains(pairs: Sequence[tuple[Layer, Layer]]) -> str:
@@ -155,10 +140,10 @@ def _gains(pairs: Sequence[tuple[Layer, Layer]]) -> str:
         colour = "#4fb06a" if value > 0 else "#d9604f"
         width = max(step * (0.82 if step > 3 else 1), 0.7)
         shapes.append(_rect(_LEFT + place * step, middle - tall if value > 0 else middle, width, tall, colour, note))
-    return _svg(_HEIGHT, [*shapes, *_ticks([a for a, _ in pairs], step, middle + half)])
+    return _drawing(_HEIGHT, [*shapes, *_ticks([a for a, _ in pairs], step, middle + half)])
 
 
-def _svg(height: float, shapes: Sequence[str]) -> str:
+def _drawing(height: float, shapes: Sequence[str]) -> str:
     return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{"".join(shapes)}</svg>'
 
 

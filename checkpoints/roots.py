@@ -36,11 +36,13 @@ class Found:
 
 @dataclass
 class ModelRoots:
-    """``models_dir``: ComfyUI's models folder; ``extra``: kind -> further folders. Filled by looking: ``unreadable``,
-    what a walk could not enter; ``broken``, links that lead nowhere."""
+    """The folders in which ComfyUI looks for models, and what a walk through them could not enter or follow."""
 
+    # ComfyUI's models folder.
     models_dir: Path
+    # Kind -> further folders.
     extra: dict[str, list[Path]] = field(default_factory=dict)
+    # Filled by looking: what a walk could not enter, and links that lead nowhere.
     unreadable: list[Path] = field(default_factory=list)
     broken: list[Path] = field(default_factory=list)
 
@@ -93,8 +95,9 @@ class ModelRoots:
 
 
 def open_roots(models_dir: str | os.PathLike, extra_paths: str | os.PathLike | None = None) -> ModelRoots:
-    """The models folder, or ComfyUI's own folder above it. extra_paths: a YAML file, None = the one that ComfyUI would
-    load (extra_model_paths.yaml beside models/), if there is one. Raises FileNotFoundError, FileError."""
+    """The models folder, or ComfyUI's own folder above it. The file of extra paths is, unless it is named, the one that
+    ComfyUI would load, if there is one. Raises FileNotFoundError and FileError."""
+    # That one is extra_model_paths.yaml beside models/.
     folder = Path(models_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; name ComfyUI's models folder")
@@ -107,8 +110,8 @@ def open_roots(models_dir: str | os.PathLike, extra_paths: str | os.PathLike | N
 
 
 def read_extra_paths(file: Path) -> dict[str, list[Path]]:
-    """ComfyUI's extra_model_paths.yaml: kind -> folders; those marked ``is_default`` under ``kind!``. Raises FileError,
-    ImportError (no yaml)."""
+    """The folders that ComfyUI's file of extra paths names, by kind; those it marks as the default have their kind with
+    an exclamation mark. Raises FileError, and ImportError when there is no library to read it."""
     try:
         import yaml
     except ImportError:

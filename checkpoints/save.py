@@ -56,9 +56,9 @@ def write_folder(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """A folder with weights (shards and their index above ``shard_bytes``), config.json and ``files``.
+    """A folder with weights, their configuration and other files; beyond a size, the weights are shards and an index.
 
-    The folder must be new or empty. Raises OutputError, FileError.
+    The folder must be new or empty. Raises OutputError and FileError.
     """
     refuse_same_file(destination, [*move.checkpoint.source.paths, move.checkpoint.path])
     shards = _shards(move, shard_bytes)

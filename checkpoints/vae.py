@@ -1,9 +1,9 @@
 """Autoencoders from diffusers' layout into the one that ComfyUI's own files have, and back.
 
-KL autoencoders have three spellings: the original one (CompVis, which ComfyUI's files keep), diffusers', and diffusers'
-of 2022 with other names for the attention. Kinds that are named alike everywhere are copied.
-Source of the names: autoencoders/kl_kinds.py.
+Such an autoencoder may have three spellings: the original one, which ComfyUI's files keep, the one of diffusers, and an
+early one of diffusers with other names for the attention. Kinds that are named alike everywhere are copied.
 """
+# The original is CompVis', the early one that of 2022. Source of the names: autoencoders/kl_kinds.py.
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The autoencoders of Wan 2.1 (which Qwen-Image has too) and Wan 2.2: Wan's own key layout, which ComfyUI's files have,
-and diffusers'. Only names differ; no tensor changes its shape.
+"""Both autoencoders of Wan: from the layout of Wan itself, which ComfyUI's files have, into that of diffusers and back.
 
-Sources of the names: ComfyUI 0.33.0 (modules of comfy/ldm/wan), diffusers 0.42.1 (AutoencoderKLWan,
-AutoencoderKLQwenImage).
+Only names differ; no tensor changes its shape.
 """
+# Wan 2.1's, which Qwen-Image has too, and Wan 2.2's.
+# Sources of the names: ComfyUI 0.33.0 (modules of comfy/ldm/wan), diffusers 0.42.1 (AutoencoderKLWan,
+# AutoencoderKLQwenImage).
 
 from __future__ import annotations
 

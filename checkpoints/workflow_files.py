@@ -16,7 +16,8 @@ from .resolve import Unresolved, resolve
 from .roots import kind_of_folder, open_roots
 
 PRESENT, VARIANT, MISSING = "present", "another precision", "missing"
-_MODEL = r"(?i)(?!\w+://)[^\n\"<>|]{1,250}\.(?:safetensors|sft|ckpt|pth|pt|gguf)"
+_ENDINGS = "|".join(("safetensors", "sft", "ckpt", "pth", "pt", "gguf"))
+_MODEL = rf"(?i)(?!\w+://)[^\n\"<>|]{{1,250}}\.(?:{_ENDINGS})"
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Answer:
-    """``state``: PRESENT, VARIANT (``path`` is the other precision) or MISSING (``url``: its source, if known)."""
+    """Whether a file that a workflow names is here, in another precision, or missing."""
 
     wanted: Wanted
+    # PRESENT, VARIANT or MISSING.
     state: str
+    # Of the variant, that is the other precision.
     path: Path | None
+    # Where a missing one is from, if known.
     url: str
 
     def __str__(self) -> str:
@@ -69,7 +73,7 @@ def read_workflow(path: str | os.PathLike) -> Any:
         except ValueError as error:
             raise FileError(path, f"is not JSON: {error}") from None
     if not _is_workflow(content):
-        raise FileError(path, "is JSON, but no workflow: neither the editor's (nodes) nor the API's (class_type)")
+        raise FileError(path, "is JSON, but no workflow: neither the editor's, with nodes, nor one for the server")
     return content
 
 

@@ -9,27 +9,29 @@ from pathlib import Path
 
 __all__ = ["Run"]
 
+MODELS_VARIABLE = "NATIVEDIT_MODELS_DIR"
+DEFAULT_MODELS = f"${MODELS_VARIABLE}, the ComfyUI that this pack lies in, ./models"
+
 
 class Run:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("workflow", help="JSON exported from ComfyUI (File > Export (API)), or a PNG it saved")
+        parser.add_argument("workflow", help="as exported from ComfyUI (File > Export), or a picture it saved")
         parser.add_argument(
             "--models-dir",
             action="append",
             metavar="DIR",
-            help="a folder in the layout of ComfyUI's models/; may be given several times "
-            "(default: $NATIVEDIT_MODELS_DIR, the ComfyUI that this pack lies in, ./models)",
+            help=f"a folder in the layout of ComfyUI's models/; may be given several times (default: {DEFAULT_MODELS})",
         )
         parser.add_argument("--output-dir", default="output", metavar="DIR", help="where pictures go (default: output)")
         parser.add_argument("--input-dir", metavar="DIR", help="where LoadImage looks (default: the workflow's folder)")
-        parser.add_argument("--server", metavar="URL", help="run on this ComfyUI, for example http://127.0.0.1:8188")
+        parser.add_argument("--server", metavar="URL", help="run on the ComfyUI at this address: http://localhost:8188")
         parser.add_argument(
             "--set",
             action="append",
             default=[],
             metavar="NODE.INPUT=VALUE",
-            help="change an input; NODE is an id, a title or a class. May be given several times",
+            help="change an input; a node is named by its id, title or class. May be given several times",
         )
         parser.add_argument("--seed", type=int, help="for every seed in the workflow; -1 draws one")
         parser.add_argument("--json", action="store_true", help="print pictures, seeds, times and cached nodes as JSON")
@@ -75,7 +77,7 @@ def _assignment(text: str) -> tuple[str, str]:
 
 def default_models_dirs() -> list[Path]:
     """Where models are when nobody says: the variable, the ComfyUI around the pack, ./models; those that exist."""
-    if named := os.environ.get("NATIVEDIT_MODELS_DIR"):
+    if named := os.environ.get(MODELS_VARIABLE):
         return [Path(part) for part in named.split(os.pathsep) if part]
     # Not resolved: a pack that is linked into custom_nodes/ belongs to that ComfyUI.
     pack = Path(os.path.abspath(__file__)).parent.parent

@@ -48,7 +48,7 @@ def torch_dtype(name: str) -> torch.dtype:
     attribute = _TORCH_NAMES.get(name)
     if attribute is None:
         raise ValueError(f"unknown element type {name!r}; known: {', '.join(_TORCH_NAMES)}")
-    dtype = getattr(torch, attribute, None) if attribute else None
+    dtype = vars(torch).get(attribute) if attribute else None
     if dtype is None:
         raise ValueError(f"torch {torch.__version__} has no dtype for {name}; install a newer torch to read it")
     return dtype

@@ -1,8 +1,9 @@
 """Reads and fully checks the header of a safetensors file; never touches the tensors.
 
-Format: https://github.com/huggingface/safetensors#format. Eight bytes of little-endian length, that many bytes of
-JSON, then the data that the JSON's offsets must cover without a gap or an overlap.
+The format: eight bytes with a length, that many bytes of JSON, then the data that the JSON's offsets must cover without
+a gap or an overlap.
 """
+# The length is little-endian. Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
-        for key, _ in pairs:
+        for key, _value in pairs:
             if key in seen:
                 raise _DuplicateKey(key)
             seen.add(key)
@@ -80,9 +81,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json_object(path: str | os.PathLike, raw: bytes, what: str) -> dict[str, Any]:
-    """Strict JSON object from untrusted bytes: UTF-8, no duplicate keys, bounded depth and size.
+    """An object from untrusted bytes, read strictly: no key twice, and neither depth nor size without bounds.
 
-    Raises DamagedFile naming ``path`` and ``what`` ("header", "config.json", ...).
+    Raises DamagedFile, which names the file and what in it was read, such as its header.
     """
     if len(raw) > MAX_HEADER_BYTES or raw.count(b"{") + raw.count(b"[") > _MAX_BRACKETS:
         raise DamagedFile(path, f"its {what} is unreasonably large ({len(raw):,} bytes); refused")

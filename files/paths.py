@@ -27,7 +27,7 @@ def safe_parts(relative: str | os.PathLike, root: str | os.PathLike) -> list[str
     text = os.fspath(relative)
     if not text.strip():
         raise UnsafePath(text, "an empty path; give a file name")
-    if any(ord(char) < 32 for char in text):
+    if any(char < " " for char in text):
         raise UnsafePath(repr(text), "a path with control characters")
     if re.match(r"[/\\]|[A-Za-z]:", text):
         raise UnsafePath(text, f"an absolute path; give one relative to {os.fspath(root)}")
