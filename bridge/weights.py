@@ -189,6 +189,7 @@ def _lazy(
     quantized = isinstance(weight, comfy.quant_ops.QuantizedTensor)
     dtype = torch.float32 if quantized else weight.dtype
 
+    @torch.no_grad()  # made in a thread of ours, where ComfyUI's inference mode does not hold
     def make() -> torch.Tensor:
         device = patcher.load_device
         between = torch.float32 if quantized else comfy.model_management.lora_compute_dtype(device)

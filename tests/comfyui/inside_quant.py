@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 import quant_world  # before anything that imports comfy
+import torch
 
 import quant_files_checks  # isort: skip
 import quant_patch_checks  # isort: skip
@@ -34,7 +35,8 @@ def main():
 def run(check, *arguments):
     start = time.process_time()
     try:
-        check(*arguments)
+        with torch.inference_mode():  # as ComfyUI runs its nodes
+            check(*arguments)
     except Exception:
         return traceback.format_exc()[-3000:]
     finally:

@@ -1,7 +1,7 @@
 """ComfyUI's detection for models of its own architectures that are narrower than any published one.
 
-Of Lumina 2, Z-Image, Qwen-Image and Chroma it takes widths for granted that no shape is asked for. Installed before the
-pack, so that the pack meets it as ComfyUI's own answer.
+Of Lumina 2, Z-Image, Qwen-Image, Chroma and (in old versions) FLUX it takes widths for granted that no shape is asked
+for. Installed before the pack, so that the pack meets it as ComfyUI's own answer.
 """
 
 from __future__ import annotations
@@ -71,12 +71,29 @@ def _qwen_image(shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _flux(shapes: Shapes) -> dict[str, Any]:
+    """Later versions of ComfyUI read it themselves."""
+    rows = shapes["double_blocks.0.img_attn.qkv.weight"][0] // 3
+    return {"num_heads": rows // shapes[_first(shapes, "double_blocks.0.img_attn.norm.key_norm.")][0]}
+
+
+def _first(shapes: Shapes, prefix: str) -> str:
+    return next(key for key in shapes if key.startswith(prefix))
+
+
 def _chroma(shapes: Shapes) -> dict[str, Any]:
     return {
+        **_flux(shapes),
         "hidden_dim": shapes["distilled_guidance_layer.in_proj.weight"][0],
         "out_dim": shapes["distilled_guidance_layer.out_proj.weight"][0],
         "n_layers": _count(shapes, "distilled_guidance_layer.layers."),
     }
 
 
-SIZES = {"lumina2": _lumina, "qwen_image": _qwen_image, "chroma": _chroma}
+SIZES = {
+    "lumina2": _lumina,
+    "qwen_image": _qwen_image,
+    "chroma": _chroma,
+    "flux": _flux,
+    "flux2": _flux,
+}

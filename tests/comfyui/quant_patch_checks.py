@@ -7,6 +7,8 @@ import comfy.sd
 import comfy.utils
 import torch
 from quant_world import (
+    EIGHT,
+    FORMATS,
     MODELS,
     RESULTS,
     ROWS,
@@ -32,7 +34,8 @@ from quant_world import (
 from safetensors.torch import load_file
 
 CPU = torch.device("cpu")
-INT8 = "int8_convrot"
+# The direction of a LoRA's change that a layer of 8 bits keeps at least: float8 rounds small steps away.
+KEPT = 0.98 if EIGHT.startswith("int8") else 0.8
 
 
 def check_a_baked_lora_is_the_lora_at_run_time(row):
@@ -54,7 +57,7 @@ def check_a_lora_on_a_quantized_model_keeps_its_direction(row):
 
 
 def check_some_a_lora_of_strength_0_changes_no_bit(row):
-    for name in (INT8, formats(row)[-1]):
+    for name in (EIGHT, formats(row)[-1]):
         file, _ = saved(with_lora(kept(row, name), 0.0), f"zero_{row}")
         other, _ = saved(kept(row, name), f"none_{row}")
         same(load_file(file), load_file(other))
@@ -64,12 +67,12 @@ def check_some_a_lora_of_strength_0_changes_no_bit(row):
 
 def check_some_orders_of_lora_quantize_and_save_agree(row):
     reference = output_with_lora(row)
-    quantized_then_lora = with_lora(host.quantize_model(kept(row), precision=INT8))
-    lora_then_quantized = host.quantize_model(with_lora(kept(row)), precision=INT8)
+    quantized_then_lora = with_lora(host.quantize_model(kept(row), precision=EIGHT))
+    lora_then_quantized = host.quantize_model(with_lora(kept(row)), precision=EIGHT)
     _, quantize_lora_save = saved(quantized_then_lora, f"order_1_{row}")
     _, lora_quantize_save = saved(lora_then_quantized, f"order_2_{row}")
-    _, lora_save_quantize = saved(with_lora(kept(row)), f"order_3_{row}", precision=INT8)
-    _, quantize_save = saved(kept(row, INT8), f"order_4_{row}")
+    _, lora_save_quantize = saved(with_lora(kept(row)), f"order_3_{row}", precision=EIGHT)
+    _, quantize_save = saved(kept(row, EIGHT), f"order_4_{row}")
     orders = {
         "quantize, LoRA": quantized_then_lora,
         "LoRA, quantize": lora_then_quantized,
@@ -80,7 +83,7 @@ def check_some_orders_of_lora_quantize_and_save_agree(row):
     }
     found = {name: error(output(model, row), reference) for name, model in orders.items()}
     RESULTS[f"orders {row}"] = found
-    assert max(found.values()) < 0.1, found
+    assert max(found.values()) < (0.1 if EIGHT.startswith("int8") else 0.25), found
     assert quantized_layers(quantize_lora_save) == quantized_layers(quantized_then_lora)
     same(stored(lora_quantize_save), stored(lora_save_quantize))
     for number in range(1, 5):
@@ -98,7 +101,7 @@ def check_some_a_model_that_was_sampled_with_a_lora_is_saved_without_it(row):
 
 
 def check_some_taking_a_lora_off_reads_no_file_and_gives_the_old_bits(row):
-    name = INT8 if row != "z_image" else "float8_e4m3fn"
+    name = EIGHT if row != "z_image" else "float8_e4m3fn"
     copy = MODELS / f"gone_{row}.safetensors"
     copy.write_bytes((MODELS / f"{row}.safetensors").read_bytes())
     plain = host.load_diffusion_model(copy.name, precision=name)
@@ -115,20 +118,20 @@ def check_some_taking_a_lora_off_reads_no_file_and_gives_the_old_bits(row):
 def check_a_lora_reaches_every_quantized_layer_wherever_it_is(row):
     """All of the model loaded, and half of it left where it was."""
     change = output_with_lora(row) - kept_output(row)
-    value = kept_output(row, INT8)
-    codes = {key: tensor.clone() for key, tensor in stored(load(row, INT8)).items()}
-    full = with_lora(load(row, INT8))
+    value = kept_output(row, EIGHT)
+    codes = {key: tensor.clone() for key, tensor in stored(load(row, EIGHT)).items()}
+    full = with_lora(load(row, EIGHT))
     moved = output(full, row) - value
     now = stored(full)
     for key in full.patches:
         own = key.removeprefix("diffusion_model.")
         assert not torch.equal(now[own], codes[own]), own
-    partial = with_lora(load(row, INT8))
+    partial = with_lora(load(row, EIGHT))
     partial.patch_model(device_to=CPU, lowvram_model_memory=partial.model_size() // 2)
     assert partial.model.model_lowvram and partial.lowvram_patch_counter() > 0
     halves = forward(partial, row) - value
     RESULTS.setdefault("offloaded", {})[row] = [cosine(moved, change), cosine(halves, change)]
-    assert cosine(halves, change) > 0.98, (cosine(halves, change), cosine(moved, change))
+    assert cosine(halves, change) > KEPT, (cosine(halves, change), cosine(moved, change))
     partial.detach()
 
 
@@ -152,7 +155,7 @@ def check_once_cores_loader_after_ours_passes_by_our_code():
     row = ROWS[0]
     path = str(MODELS / f"{row}.safetensors")
     before = output(with_lora(comfy.sd.load_diffusion_model(path)), row)
-    output(with_lora(load(row, INT8)), row)
+    output(with_lora(load(row, EIGHT)), row)
     transform, calls = part("checkpoints.transform"), []
     real = transform.plan
     transform.plan = lambda *args, **kwargs: calls.append(args)
@@ -175,7 +178,7 @@ def check_once_a_pack_around_cores_saving_is_no_hindrance():
     comfy.model_base.BaseModel.state_dict_for_saving = wrapped
     comfy.utils.save_torch_file = lambda *args, **kwargs: calls.append("writing")
     try:
-        for name in ("as stored", INT8):
+        for name in ("as stored", EIGHT):
             model = with_lora(load(row, name))
             file, _ = saved(model, f"foreign_{row}")
             state = load_file(file)
@@ -208,8 +211,8 @@ def check_once_a_copy_for_another_gpu_has_the_same_codes():
     row = ROWS[0]
     if not hasattr(load(row), "deepclone_multigpu"):
         return
-    baked = host.quantize_model(with_lora(load(row)), precision=INT8)
-    for model in (load(row), load(row, INT8), baked, host.quantize_model(load(row), precision="nvfp4")):
+    baked = host.quantize_model(with_lora(load(row)), precision=EIGHT)
+    for model in (load(row), load(row, EIGHT), baked, host.quantize_model(load(row), precision=FORMATS[-1])):
         wanted = digest(model)
         assert digest(model.deepclone_multigpu(new_load_device=CPU)) == wanted
         assert digest(model) == wanted

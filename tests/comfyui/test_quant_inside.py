@@ -14,7 +14,7 @@ import core_models
 import key_layouts
 import pytest
 import torch
-from comfyui_server import at_least, environment, make_base, python_for
+from comfyui_server import environment, make_base, python_for
 from quant_rows import wanted
 from safetensors.torch import save_file
 
@@ -45,8 +45,6 @@ def write_prx(base: Path) -> None:
 
 @pytest.fixture(scope="session")
 def results(comfyui: Path, comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    if not at_least(comfyui, "0.29.0"):
-        pytest.skip("its formats are float8 and nvfp4 alone: see test_quant_nodes.py")
     folder = tmp_path_factory.mktemp("inside_quant")
     base = make_base(folder / "base")
     core_models.write(folder / "source", base)
