@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["spread"]
 
-# glibc gives freed memory back to the system, and asks for it anew page by page, from twice the largest block on that it
+# glibc gives freed memory back to the system, to ask for it anew page by page, from twice the largest block on that it
 # was given back so far; it learns from blocks of up to 32 MiB. Temporaries of a few MiB then cost more than the work.
 _LARGEST_LEARNT = (32 << 20) - (64 << 10)
 
