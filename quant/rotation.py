@@ -53,35 +53,32 @@ def rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
     wide = weight.float().view(-1, inner.shape[0])
     half = torch.mm(wide, inner).view(-1, outer.shape[0], inner.shape[0])
     sums = torch.matmul(outer, half, out=wide.view(half.shape)).view(-1, group)
-    result = sums.to(torch.bfloat16)
-    doubtful = _doubtful(weight.view(-1, group), sums)
+    slack = _slack(weight.view(-1, group), sums)
+    result = (sums + slack).to(torch.bfloat16)
+    other = sums.sub_(slack).to(torch.bfloat16)
+    # Whole words, and their extremes: torch compares small types one by one, which takes longer than the product.
+    differs = other.view(torch.int64).bitwise_xor_(result.view(torch.int64))
+    doubtful = (differs.amax(1) != differs.amin(1)).logical_or_(differs[:, 0] != 0).nonzero().view(-1)
     if doubtful.numel():
         result[doubtful] = rotated_at_once(weight.view(-1, group)[doubtful], group)
     return result.view(weight.shape)
 
 
-def _doubtful(groups: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Rows of ``groups`` [M, G] whose sums might round to another bfloat16 when added up in another order.
+def _slack(groups: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """How far apart the sums of each row can come out when they are added up in another order, as a column.
 
-    Sums whose terms are multiples of one unit, and that stay below 2^24 units, are exact in any order. The unit is 7
-    bits below the exponent of the row's smallest magnitude. As for partial sums: the matrix keeps lengths, so where
-    one of them is large some result is, times the root of G that it was divided by. In the other rows a sum is
-    doubted that is as near to the middle of two bfloat16 numbers as fp32 errors reach: 2^-23 of the largest weight,
-    five times what was seen; where the weights follow a column of the matrix, so that partial sums only grow, more
-    of them are rounded and by more.
+    Zero where they are exact: where their terms are multiples of one unit, and they stay below 2^24 units. The unit is
+    7 bits below the exponent of the row's smallest magnitude. As for partial sums: the matrix keeps lengths, so where
+    one of them is large some result is, times the root of the group's size that it was divided by. In the other rows
+    it is what errors of float32 reach: 2^-23 of the largest weight, five times what was seen; where the weights follow
+    a column of the matrix, so that partial sums only grow, more of them are rounded and by more.
     """
     bits = groups.view(torch.int16).bitwise_and(_SIGNLESS)
-    highest = bits.amax(1).view(torch.bfloat16)
+    highest = bits.amax(1).view(torch.bfloat16).float()
     lowest = bits.sub_(1).bitwise_and_(_SIGNLESS).amin(1)  # zeros have no bits: they become the largest
     # Not aminmax: along a dimension it is fifteen times slower than the two together.
-    peaks = torch.maximum(torch.maximum(sums.amax(1), -sums.amin(1)), highest.float())
+    peaks = torch.maximum(torch.maximum(sums.amax(1), -sums.amin(1)), highest)
     root = groups.shape[1].bit_length() // 2
     exponents = peaks.view(torch.int32) >> 23
-    inexact = (exponents - (lowest >> 7) > 24 - 1 - 7 - root).nonzero().view(-1)
-    if not inexact.numel():
-        return inexact
-    highest, peaks = highest[inexact].float(), peaks[inexact]
-    slack = (peaks * (peaks / highest) * 2.0**-23).unsqueeze(1)
-    near = sums[inexact]
-    differs = (near + slack).to(torch.bfloat16) != (near - slack).to(torch.bfloat16)
-    return inexact[differs.any(1)]
+    inexact = exponents - (lowest >> 7) > 24 - 1 - 7 - root
+    return torch.where(inexact, peaks * (peaks / highest) * 2.0**-23, 0.0).unsqueeze(1)
