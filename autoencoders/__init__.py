@@ -1,11 +1,12 @@
 """Native autoencoders: which file is which, and what a host must know about each.
 
-Every kind is described in a module of this folder whose name ends in ``_kinds`` (``AUTOENCODERS``, a tuple), apart from
-its module, so that a file's header is enough to recognise it and no torch is imported. A module's contract:
-``encode(pixels [B, 3, H, W] in [-1, 1]) -> latent``, ``decode(latent) -> pixels``, both plain tensors with nothing
-random, latents raw (what the diffusion model sees is the latent format's business), and ``tiled_encode``,
-``tiled_decode``.
+Every kind is described in a module of this folder whose name ends in kinds, apart from the class that computes, so that
+a file's header is enough to recognise it and no torch is imported. Such a class encodes pixels into latents and decodes
+latents into pixels, whole or in tiles, with plain tensors and nothing random. Latents are raw: what the diffusion model
+sees is the latent format's business.
 """
+# The descriptions are tuples called AUTOENCODERS. Pixels are [B, 3, H, W] in [-1, 1]; the methods are encode, decode,
+# tiled_encode and tiled_decode.
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The deep-compression autoencoder (DC-AE, MIT HAN Lab): 32 to 128 times smaller each way, deterministic, no KL.
+"""The deep-compression autoencoder: latents that are far smaller than the picture each way, and nothing random.
 
 Resampling carries shortcuts that move pixels into channels and back; deep levels have linear attention with small
-depthwise filters on queries, keys and values. Keys and constructor arguments are those of the published (diffusers)
-layout. Facts: arXiv 2410.10733 and diffusers' AutoencoderDC 0.42.1, compared with it beside ours.
+depthwise filters on queries, keys and values. Keys and constructor arguments are those of the published layout.
 """
+# DC-AE (MIT HAN Lab): 32 to 128 times smaller each way, no KL. The published layout is that of diffusers.
+# Facts: arXiv 2410.10733 and diffusers' AutoencoderDC 0.42.1, compared with it beside ours.
 
 from __future__ import annotations
 
@@ -126,12 +127,13 @@ class Decoder(torch.nn.Module):
 
 
 class AutoencoderDC(torch.nn.Module):
-    """``encode``: pixels [B, 3, H, W] in [-1, 1] -> latent [B, latent_channels, H / c, W / c], raw; ``decode``: the way
-    back. c is ``compression``, 2 ** (levels - 1).
+    """It encodes pixels into raw latents and decodes latents into pixels; each level but the first halves both sides.
 
-    ``scaling_factor`` is what the published configuration says about the latents; it is kept for hosts and not applied
-    here (what a diffusion model sees is its latent format's business).
+    The scaling factor is what the published configuration says about the latents; it is kept for hosts and not applied
+    here, because what a diffusion model sees is its latent format's business.
     """
+
+    # Pixels: [B, 3, H, W] in [-1, 1]; latents: [B, latent_channels, H / c, W / c], c being `compression`.
 
     def __init__(
         self,
@@ -197,7 +199,7 @@ class AutoencoderDC(torch.nn.Module):
         )
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [B, 3, H, W] in [-1, 1]. Raises ValueError when ``compression`` does not divide height and width."""
+        """Pixels from -1 to 1 as raw latents. Raises ValueError unless the compression divides height and width."""
         self._check_size(x)
         return self.encoder(x)
 

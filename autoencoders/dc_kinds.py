@@ -1,8 +1,6 @@
-"""The deep-compression autoencoders this package claims, told by their shapes.
-
-Facts: config.json of mit-han-lab/dc-ae-f32c32-sana-1.0-diffusers and -1.1-diffusers (375 keys; 1.1 differs in weights
-alone); key names of the original (mit-han-lab/efficientvit) layout from the converter in diffusers 0.42.1.
-"""
+"""The deep-compression autoencoders this package claims, told by their shapes."""
+# Facts: config.json of mit-han-lab/dc-ae-f32c32-sana-1.0-diffusers and -1.1-diffusers (375 keys; 1.1 differs in weights
+# alone); key names of the original (mit-han-lab/efficientvit) layout from the converter in diffusers 0.42.1.
 
 from __future__ import annotations
 

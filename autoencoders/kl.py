@@ -1,8 +1,9 @@
-"""The KL autoencoder of latent diffusion: FLUX's, CogView4's and their relatives, as one module with options.
+"""The variational autoencoder of latent diffusion, with its relatives: one module with options.
 
-Keys and constructor arguments are those of the published (diffusers) layout. Facts: diffusers' AutoencoderKL 0.42.1,
-compared with it beside ours.
+Keys and constructor arguments are those of the published layout.
 """
+# FLUX's, CogView4's and so on, in the layout of diffusers.
+# Facts: diffusers' AutoencoderKL 0.42.1, compared with it beside ours.
 
 from __future__ import annotations
 
@@ -155,12 +156,14 @@ class Decoder(torch.nn.Module):
 
 
 class AutoencoderKL(torch.nn.Module):
-    """Pixels [B, C, H, W] in [-1, 1] <-> raw latents [B, latent_channels, H / compression, W / compression].
+    """It encodes pixels from -1 to 1 into raw latents, whose sides are smaller by the compression, and decodes them.
 
-    ``scaling_factor`` and ``shift_factor`` are what the published configuration says about the latents; they are kept
-    for hosts and not applied here (what a diffusion model sees is its latent format's business). ``sample_size`` is the
-    tile of ``tiled_encode`` and ``tiled_decode`` in pixels; ``force_upcast`` asks the host for float32.
+    The factors of scale and shift are what the published configuration says about the latents; they are kept for hosts
+    and not applied here, because what a diffusion model sees is its latent format's business.
     """
+
+    # Pixels: [B, C, H, W]; latents: [B, latent_channels, H / compression, W / compression]. `sample_size` is the tile
+    # of `tiled_encode` and `tiled_decode` in pixels; `force_upcast` asks the host for float32.
 
     def __init__(
         self,

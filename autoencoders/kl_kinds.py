@@ -1,8 +1,6 @@
-"""The KL autoencoders this package claims, told by their shapes.
-
-Facts: published config.json files of FLUX.1 (black-forest-labs) and CogView4-6B (THUDM); key names of the original
-layout from black-forest-labs/flux (``ae.safetensors``) and of what ComfyUI's core saves.
-"""
+"""The KL autoencoders this package claims, told by their shapes."""
+# Facts: published config.json files of FLUX.1 (black-forest-labs) and CogView4-6B (THUDM); key names of the original
+# layout from black-forest-labs/flux (ae.safetensors) and of what ComfyUI's core saves.
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class Input:
-    """One input of a node. ``io_type`` is ComfyUI's type name ("INT", "MODEL", ...)."""
+    """One input of a node."""
 
     id: str
     display_name: str | None = None
@@ -19,7 +19,7 @@ class Input:
     tooltip: str | None = None
     lazy: bool | None = None
     advanced: bool | None = None
-    io_type: str = ""
+    io_type: str = ""  # ComfyUI's name of the type: "INT", "MODEL", ...
 
 
 @dataclass

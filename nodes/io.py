@@ -1,7 +1,7 @@
-"""Hands out ``io``: ComfyUI's node schema classes when ComfyUI is running, a small stand-in otherwise.
+"""Hands out the classes of a node's schema: those of ComfyUI when it is running, a small stand-in otherwise.
 
-The only module of ``nodes`` that imports ComfyUI. It asks whether ComfyUI has *already* loaded its API, because merely
-standing in ComfyUI's folder (where ``comfy_api`` could be imported) must not start half of ComfyUI.
+This is the only module of the nodes that imports ComfyUI. It asks whether ComfyUI has already loaded its interface,
+because merely standing in ComfyUI's folder, where that could be imported, must not start half of ComfyUI.
 """
 
 import sys

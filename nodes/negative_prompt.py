@@ -1,4 +1,4 @@
-"""NativeDiTNegativePrompt: CLIP Text Encode for what a picture shall not show."""
+"""NativeDiTNegativePrompt: encodes the text of what a picture shall not show."""
 
 from ..host import current_host
 from .io import io

@@ -1,4 +1,4 @@
-"""NativeDiTPatchRenormalizedGuidance: guidance as Nucleus-Image's publisher has it."""
+"""NativeDiTPatchRenormalizedGuidance: the guidance that the publisher of Nucleus-Image has."""
 
 from ..host import current_host
 from .io import io

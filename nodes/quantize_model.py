@@ -1,4 +1,4 @@
-"""NativeDiTQuantizeModel: the MODEL in the graph with quantized weights, LoRA and merges baked in."""
+"""NativeDiTQuantizeModel: the model in the graph with its weights quantized and its patches baked in."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""NativeDiTSaveDiffusionModel, NativeDiTSaveTextEncoder, NativeDiTSaveVAE: models of the graph become files."""
+"""The nodes that save a model, a text encoder or an autoencoder of the graph as a file."""
 
 from ..host import AS_STORED, CARD, NO_STATISTICS, PLAIN_ROUNDING, Graph, current_host
 from ._choices import FLOATS, PRECISIONS, craft_inputs, policy_input, prefix_input

@@ -1,12 +1,11 @@
 """The families of text encoders this package knows: which file is which, and what its shapes can't tell.
 
-Everything here works on `{key: shape}`, as read from a safetensors header, imports no torch, and never raises on a
+Everything here works on shapes by key, as read from a safetensors header, imports no torch, and never raises on a
 foreign file.
-
-Facts: key names and constants from the published configurations as `transformers` 5.24 has them (its configuration
-classes default to Qwen3-8B, T5Gemma-2B, Gemma-2-9B, GLM-4-9B), the key names of google/t5-v1_1-xxl, and for GLM-4-9B
-in CogView4 from its trainers.
 """
+# Facts: key names and constants from the published configurations as `transformers` 5.24 has them (its configuration
+# classes default to Qwen3-8B, T5Gemma-2B, Gemma-2-9B, GLM-4-9B), the key names of google/t5-v1_1-xxl, and for GLM-4-9B
+# in CogView4 from its trainers.
 
 from __future__ import annotations
 
@@ -29,11 +28,18 @@ PREFIX = (
     r"(?:model\.)?(?:language_model\.)?(?:model\.)?(?:encoder\.)?"
 )
 # Keys of a file that are no weights of the language model, after the prefix or beside it.
-IGNORED = (
-    r"(?:^|\.)(?:lm_head\.|visual\.|multi_modal_projector\.|vision_tower\.)|rotary_emb\.inv_freq$"
-    r"|^(?:tokenizer_json|tokenizer_config|spiece_model|text_encoder_config)$"
-    # T5: the embedding under its second name, and the other half of the model.
-    r"|^encoder\.embed_tokens\.weight$|^decoder\.(?:block|embed_tokens|final_layer_norm)\."
+_OTHER_PARTS = "|".join(("lm_head", "visual", "multi_modal_projector", "vision_tower"))
+_BESIDE = "|".join(("tokenizer_json", "tokenizer_config", "spiece_model", "text_encoder_config"))
+IGNORED = "|".join(
+    (
+        rf"(?:^|\.)(?:{_OTHER_PARTS})\.",
+        r"rotary_emb\.inv_freq$",
+        rf"^(?:{_BESIDE})$",
+        # T5: the embedding under its second name, and the other half of the model.
+        r"^encoder\.embed_tokens\.weight$",
+        r"^decoder\.(?:block|embed_tokens)\.",
+        r"^decoder\.final_layer_norm\.",
+    )
 )
 
 
@@ -153,7 +159,8 @@ def detect_gemma2(shapes: Shapes, prefix: str = "") -> Config | None:
 
 
 def detect_glm4(shapes: Shapes, prefix: str = "") -> Config | None:
-    """GLM-4-9B (`GlmModel`), told from other fused-MLP models by its vocabulary."""
+    """The language model of CogView4, told from other models with a fused gate by its vocabulary."""
+    # GLM-4-9B: transformers' GlmModel.
     layer = f"{prefix}layers.0."
     if _rows(shapes, prefix + EMBEDDING) != 151552 or layer + "mlp.gate_up_proj.weight" not in shapes:
         return None
@@ -222,12 +229,15 @@ def text_encoder(name: str) -> TextEncoder:
 def find_text_encoder(
     shapes: Shapes, metadata: Mapping[str, str] | None = None
 ) -> list[tuple[TextEncoder, str, Config]]:
-    """Which text encoder a file holds: (family, prefix of its keys, constructor arguments), best match first.
+    """Which text encoder a file holds: its family, the prefix of its keys and the constructor's arguments, the best
+    match first.
 
-    Qwen3 and Qwen3-VL can share every key and size; then both are returned, the one the file's other evidence speaks
-    for first (28 layers of width 2048 without any: Qwen3-VL-2B, the encoder of PRXPixel), and the caller's own
-    knowledge decides. A `config` entry in the header, {"text_encoder": {"family": ..., ...}}, wins over all of it.
+    Two families, one of which has seen pictures, can share every key and size; then both are returned, the one that
+    the file's other evidence speaks for first, and the caller's own knowledge decides. An entry in the header that
+    names the family wins over all of it.
     """
+    # Qwen3 and Qwen3-VL. 28 layers of width 2048 without other evidence are Qwen3-VL-2B, the encoder of PRXPixel. The
+    # entry is `config`: {"text_encoder": {"family": ..., ...}}.
     given = header_config(metadata)
     family_name = given.pop("family", None)
     found: list[tuple[TextEncoder, str, Config]] = []

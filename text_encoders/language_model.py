@@ -1,11 +1,10 @@
 """One transformer language model, with the differences between families as options.
 
 Used as a text encoder: token ids in, hidden states out; no head, no cache, no sampling. Submodule names are the keys
-of Hugging Face's bare layout (`embed_tokens`, `layers.{i}`, `norm`), so published files load as they are.
-
-Facts (names, formulas, constants) come from the papers of the families and from running `transformers`, against which
-tests/text_encoders compares every family.
+of Hugging Face's bare layout, so published files load as they are.
 """
+# Facts (names, formulas, constants) come from the papers of the families and from running `transformers`, against which
+# tests/text_encoders compares every family. Keys: `embed_tokens`, `layers.{i}`, `norm`.
 
 from __future__ import annotations
 
@@ -112,7 +111,7 @@ class Layer(torch.nn.Module):
 
     def _norm(self, place: int, x: torch.Tensor) -> torch.Tensor:
         name = self.norm_names[place]
-        return x if name is None else getattr(self, name)(x)
+        return x if name is None else self.get_submodule(name)(x)
 
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], allowed: torch.Tensor | None
@@ -218,7 +217,8 @@ def rope_table(
 
 
 def llama3_frequencies(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
-    """Llama 3.1's long-context frequencies: slow ones divided by `factor`, fast ones kept, a ramp in between."""
+    """Frequencies for long contexts: slow ones are divided by a factor, fast ones kept, and between them is a ramp."""
+    # As of Llama 3.1.
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     ramp = ((turns - low) / (high - low)).clamp(0, 1)

@@ -31,10 +31,8 @@ ACTIVATION_NAMES = ("silu", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    """What a family is made of. Names are those of Hugging Face's config.json where one exists.
-
-    `LanguageModel(**dict)` takes the same names; `families.from_hugging_face` reads a published config.json.
-    """
+    """What a family is made of. Names are those of a configuration published on Hugging Face, where one exists; the
+    module takes the same names."""
 
     vocab_size: int
     hidden_size: int
@@ -73,11 +71,10 @@ class LanguageModelConfig:
             raise ValueError(
                 f"hidden_size {self.hidden_size} does not divide into {heads} heads: give head_dim explicitly"
             )
-        for name, known in (("block_norms", tuple(BLOCK_NORMS)), ("hidden_act", ACTIVATION_NAMES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; known are {', '.join(known)}")
-        for name in ("layer_types", "no_rope_layers"):
-            per_layer = getattr(self, name)
+        for name, known in {"block_norms": tuple(BLOCK_NORMS), "hidden_act": ACTIVATION_NAMES}.items():
+            if vars(self)[name] not in known:
+                raise ValueError(f"{name} {vars(self)[name]!r} is unknown; known are {', '.join(known)}")
+        for name, per_layer in (("layer_types", self.layer_types), ("no_rope_layers", self.no_rope_layers)):
             if per_layer is not None and len(per_layer) < self.num_hidden_layers:
                 raise ValueError(f"{name} has {len(per_layer)} entries for {self.num_hidden_layers} layers")
         kinds = set(self.layer_types or ()) - {"full_attention", "sliding_attention"}
@@ -93,14 +90,14 @@ CONFIG_FIELDS = frozenset(field.name for field in fields(LanguageModelConfig))
 
 # What a model type implies without saying so in its config.json.
 _GEMMA2 = {"rms_norm_offset": True, "block_norms": "gemma2"}
-_GLM = {"fused_gate_up": True, "rope_interleaved": True, "o_proj_bias": False}
+_GLM4 = {"fused_gate_up": True, "rope_interleaved": True, "o_proj_bias": False}
 MODEL_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"qk_norm": True}),
     "qwen3_vl_text": ("qwen3_vl", {"qk_norm": True}),
     "t5_gemma_module": ("t5gemma", {**_GEMMA2, "block_norms": "t5gemma", "causal": False}),
     "gemma2": ("gemma2", _GEMMA2),
-    "glm": ("glm4", _GLM),
-    "glm4": ("glm4", {**_GLM, "block_norms": "glm4"}),
+    "glm": ("glm4", _GLM4),
+    "glm4": ("glm4", {**_GLM4, "block_norms": "glm4"}),
     "llama": ("llama", {}),
     "smollm3": ("smollm3", {}),
 }
@@ -118,7 +115,7 @@ _T5_NAMES = {
 }
 
 
-def _t5(config: Mapping[str, Any]) -> dict[str, Any]:
+def _t5_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Constructor arguments of T5Encoder."""
     kept = ("vocab_size", "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon")
     named = {ours: config[theirs] for theirs, ours in _T5_NAMES.items() if theirs in config}
@@ -141,7 +138,7 @@ def from_hugging_face(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             f"known are {', '.join([*MODEL_TYPES, *_PARTS, 't5'])}"
         )
     if model_type == "t5":
-        return "t5xxl", _t5(config)
+        return "t5xxl", _t5_arguments(config)
     family, implied = MODEL_TYPES[model_type]
     given = {key: value for key, value in config.items() if key in CONFIG_FIELDS and value is not None}
     result = {**given, **implied}

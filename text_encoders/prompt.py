@@ -89,10 +89,10 @@ def hidden_count(instruction: Sequence[int]) -> int:
 def seen_positions(instruction: Sequence[int], ids: Sequence[int]) -> list[int] | None:
     """Positions of the text encoder's states that the diffusion model sees; None for all of them.
 
-    instruction: see `instruction_ids`; ids: of a prompt. A prompt that was encoded behind the instruction begins with
+    Given are the ids of an instruction and of a prompt. A prompt that was encoded behind the instruction begins with
     all of its tokens but the last, which may have merged with the prompt's first letters.
-    Source: Sana (arXiv 2410.10629), section 3.1, and diffusers' SanaPipeline 0.42.1.
     """
+    # Source: Sana (arXiv 2410.10629), section 3.1, and diffusers' SanaPipeline 0.42.1. See `instruction_ids`.
     hidden = hidden_count(instruction)
     if hidden == 0 or list(ids[: hidden + 1]) != list(instruction[: hidden + 1]):
         return None

@@ -1,8 +1,9 @@
-"""Weights in a prompt: "a (red:1.3) cube", "(cube)", "[plain] \\(escaped\\)", as ComfyUI's users write them.
+"""Weights in a prompt, as users of ComfyUI write them.
 
-The syntax is ComfyUI's (measured against its parser): a pair of parentheses multiplies by 1.1, "(text:1.3)" sets the
-weight, "\\(" and "\\)" are ordinary parentheses.
+A pair of parentheses makes what is in it a tenth more important; a number behind a colon at the end of it sets the
+weight; a backslash makes a parenthesis an ordinary one; brackets mean nothing.
 """
+# "a (red:1.3) cube", "(cube)" for 1.1, "[plain] \(escaped\)". The syntax is measured against ComfyUI's parser.
 
 from __future__ import annotations
 

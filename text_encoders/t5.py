@@ -1,9 +1,11 @@
 """The encoder of T5 v1.1: token ids in, hidden states out.
 
-Submodule names are the keys of the published files (`shared`, `encoder.block.{i}.layer.{0,1}`, ...). Facts: the paper
-(arXiv 1910.10683: relative position buckets, no scale on attention scores), the v1.1 notes (gated gelu, no ties), key
-names of google/t5-v1_1-xxl; compared with `transformers` in tests/text_encoders.
+Submodule names are the keys of the published files. Positions are relative, in buckets, and there is no scale on the
+attention scores; the gate is a gelu.
 """
+# Facts: the paper (arXiv 1910.10683: relative position buckets, no scale on attention scores), the v1.1 notes (gated
+# gelu, no ties), key names of google/t5-v1_1-xxl (`shared`, `encoder.block.{i}.layer.{0,1}`, ...); compared with
+# `transformers` in tests/text_encoders.
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """What a pipeline does to a prompt before the tokenizer sees it.
 
-"light": repair of the text, HTML entities resolved twice, outer blanks removed (PRXPixel, and PRX on request).
-"full": the cleaner of DeepFloyd IF, made for captions scraped from the web, which PRX was trained with: lower case,
-no addresses, names, file names, long numbers, CJK ideographs or decoration. It damages such text on purpose.
-"lower_strip": lower case without outer blanks, and nothing else (Sana).
-
-The rules are facts about published pipelines; tests compare with diffusers' `TextPreprocessor`.
+Light cleaning repairs the text, resolves entities twice and removes outer blanks. Full cleaning was made for captions
+scraped from the web: lower case, no addresses, names, file names, long numbers, ideographs or decoration; it damages
+such text on purpose. The third way is lower case without outer blanks, and nothing else.
 """
+# "light": PRXPixel, and PRX on request. "full": the cleaner of DeepFloyd IF, which PRX was trained with; its ideographs
+# are those of CJK. "lower_strip": Sana.
+# The rules are facts about published pipelines; tests compare with diffusers' `TextPreprocessor`.
 
 from __future__ import annotations
 
@@ -119,6 +119,10 @@ def light(text: str) -> str:
     return html.unescape(html.unescape(fix_text(text))).strip()
 
 
+# Web addresses.
+_WITH_A_SCHEME = r"(?:https?|www):(?:/{1,3}|[a-zA-Z0-9%])"
+_DOMAINS = "com|co|ru|net|org|edu|gov|it"
+_WITH_A_DOMAIN = rf"[a-zA-Z0-9.\-]+\.(?:{_DOMAINS})[\w/\-]*\b/?(?!@)"
 _FILE_TYPES = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
 _DASHES = (
     "\u002d\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u301c\u3030\u30a0\ufe31\ufe32\ufe58"
@@ -128,11 +132,7 @@ _DASHES = (
 # (pattern, replacement), applied in this order to the text in lower case.
 _BEFORE_REPAIR = [
     ("<person>", "person"),
-    (  # web addresses
-        r"\b(?:(?:https?|www):(?:/{1,3}|[a-zA-Z0-9%])"
-        r"|[a-zA-Z0-9.\-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/\-]*\b/?(?!@))",
-        "",
-    ),
+    (rf"\b(?:{_WITH_A_SCHEME}|{_WITH_A_DOMAIN})", ""),
     (r"@\w+\b", ""),
     ("[\u31c0-\u9fff]+", ""),  # CJK strokes up to the ideographs
     (f"[{_DASHES}]+", "-"),
