@@ -152,16 +152,19 @@ class Source:
         raw = self._read(name, info.start + start * row, (stop - start) * row)
         return self._as_tensor(info, raw, (stop - start, *info.shape[1:]))
 
-    def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The stored bytes ``start:stop`` of ``name`` as a 1-D uint8 tensor; works for every element type."""
+    def read_bytes(
+        self, name: str, start: int = 0, stop: int | None = None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The stored bytes ``start:stop`` of ``name`` as a 1-D uint8 tensor; works for every element type. ``into``:
+        such a tensor of at least as many bytes, which they are read into and whose beginning is then returned."""
         info = self.info(name)
         stop = info.nbytes if stop is None else stop
         if not 0 <= start <= stop <= info.nbytes:
             raise FileError(self.where(name), f"tensor {name!r} has no bytes {start}:{stop}")
-        return self._read(name, info.start + start, stop - start)
+        return self._read(name, info.start + start, stop - start, into)
 
-    def _read(self, name: str, offset: int, count: int) -> torch.Tensor:
-        raw = torch.empty(count, dtype=torch.uint8)
+    def _read(self, name: str, offset: int, count: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        raw = torch.empty(count, dtype=torch.uint8) if into is None else into[:count]
         if count:
             self._part(self._owner[name]).read_into(memoryview(raw.numpy()), offset)
         return raw

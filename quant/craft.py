@@ -103,8 +103,8 @@ class _Divided(Rows):
 
     scale: torch.Tensor | None = None
 
-    def load(self, run: RowRun) -> torch.Tensor:
-        return super().load(run).to(self.dtype) / self.scale.to(self.dtype)
+    def load(self, run: RowRun, room: torch.Tensor | None = None) -> torch.Tensor:
+        return super().load(run, room).to(self.dtype) / self.scale.to(self.dtype)
 
 
 class _Crafted(Quantizer):

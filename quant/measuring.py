@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,8 @@ class _Layer:
 
     def _task(self, run: RowRun, handle: Callable[[RowRun, torch.Tensor], None], counted: bool = True) -> Task:
         count = (run.stop - run.start) * self.rows.shape[-1] * self.rows.dtype.itemsize
-        return Task(lambda: self.rows.load(run), lambda weight: handle(run, weight), count * counted, self.name)
+        load, room = functools.partial(self.rows.load, run), self.rows.room(run)
+        return Task(load, lambda weight: handle(run, weight), count * counted, self.name, room)
 
     def _look(self, common: list[_Common], run: RowRun, weight: torch.Tensor) -> None:
         weight = weight.to(self.rows.dtype)

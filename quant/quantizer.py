@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,15 +43,24 @@ class Rows:
     dtype: torch.dtype
     quantized: Layer | None = None
 
-    def load(self, run: RowRun) -> torch.Tensor:
+    def load(self, run: RowRun, room: torch.Tensor | None = None) -> torch.Tensor:
         if self.quantized is not None:
             expert = run.expert if len(self.shape) == 3 else None
             return dequantize_rows(self.source, self.quantized, run.start, run.stop, self.dtype, expert=expert)
         # A 1x1 convolution is read as the matrix that it is.
-        return read_run(self.source, replace(self.source.info(self.key), shape=self.shape), run)
+        return read_run(self.source, replace(self.source.info(self.key), shape=self.shape), run, room)
+
+    def room(self, run: RowRun) -> int:
+        """How much memory `load` can read into; 0 where it makes its result itself."""
+        return 0 if self.quantized is not None else (run.stop - run.start) * self._row_bytes()
 
     def runs(self) -> list[RowRun]:
-        return row_runs(self.shape, self.shape[-1] * self.dtype.itemsize)
+        return row_runs(self.shape, self._row_bytes())
+
+    def _row_bytes(self) -> int:
+        if self.quantized is not None:
+            return self.shape[-1] * self.dtype.itemsize
+        return self.source.info(self.key).nbytes // max(math.prod(self.shape[:-1]), 1)
 
 
 class _Common:
@@ -113,25 +123,31 @@ class Quantizer:
         common = _Common(self.scale_of, sampler)
         if len(runs) > 1 and (self.recipe.codebook or has_tensor_scale(self.recipe)):
             for run in runs:
-                yield self._task(run, lambda run, weight: self._look(common, run, weight), counted=False)
+                yield self._task(run, lambda run, weight, peak: self._look(common, run, weight, peak), counted=False)
             for run in runs:
-                yield self._task(run, lambda run, weight: self._store(common, writing, run, weight))
+                yield self._task(run, lambda run, weight, peak: self._store(common, writing, run, weight))
             return
         for run in runs:
-            yield self._task(run, lambda run, weight: self._look_and_store(common, writing, run, weight))
+            yield self._task(run, lambda run, *loaded: self._look_and_store(common, writing, run, *loaded))
 
-    def _task(self, run: RowRun, handle: Callable[[RowRun, torch.Tensor], None], counted: bool = True) -> Task:
+    def _task(self, run: RowRun, handle: Callable[..., None], counted: bool = True) -> Task:
         count = (run.stop - run.start) * self.rows.shape[-1] * self.rows.dtype.itemsize
-        return Task(lambda: self.rows.load(run), lambda weight: handle(run, weight), count * counted, self.layer)
 
-    def _look(self, common: _Common, run: RowRun, weight: torch.Tensor) -> None:
-        common.peaks.append(self._peak(weight, run))
+        def load(*room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weight = self.rows.load(run, *room)
+            return weight, self._peak(weight, run)
+
+        return Task(load, lambda loaded: handle(run, *loaded), count * counted, self.layer, self.rows.room(run))
+
+    def _look(self, common: _Common, run: RowRun, weight: torch.Tensor, peak: torch.Tensor) -> None:
+        common.peaks.append(peak)
         if common.sampler is not None:
             for part, piece in self._batches(run, weight):
                 common.sampler.add(part, piece.cpu())
 
     def _peak(self, weight: torch.Tensor, run: RowRun) -> torch.Tensor:
-        peak = peak_of(weight.to(self.rows.dtype)) if weight.numel() else torch.zeros((), dtype=self.rows.dtype)
+        wide = weight if weight.dtype.itemsize > 1 else weight.to(self.rows.dtype)
+        peak = peak_of(wide).to(self.rows.dtype) if weight.numel() else torch.zeros((), dtype=self.rows.dtype)
         if not torch.isfinite(peak):
             where = "" if len(self.rows.shape) == 2 else f" of expert {run.expert}"
             raise QuantError(
@@ -141,8 +157,10 @@ class Quantizer:
             )
         return peak
 
-    def _look_and_store(self, common: _Common, writing: Writing, run: RowRun, weight: torch.Tensor) -> None:
-        self._look(common, run, weight)
+    def _look_and_store(
+        self, common: _Common, writing: Writing, run: RowRun, weight: torch.Tensor, peak: torch.Tensor
+    ) -> None:
+        self._look(common, run, weight, peak)
         self._store(common, writing, run, weight)
 
     def _store(self, common: _Common, writing: Writing, run: RowRun, weight: torch.Tensor) -> None:

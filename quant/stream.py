@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,12 +33,16 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Task:
-    """``load`` runs in the reading thread; ``handle`` takes its result in the calling thread, in order."""
+    """``load`` runs in the reading thread; ``handle`` takes its result in the calling thread, in order.
 
-    load: Callable[[], torch.Tensor]
-    handle: Callable[[torch.Tensor], None]
+    ``room``: so many bytes of memory are handed to ``load`` to read into, and belong to another task after ``handle``.
+    """
+
+    load: Callable[..., Any]
+    handle: Callable[[Any], None]
     nbytes: int
     label: str
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,12 @@ def row_runs(shape: tuple[int, ...], row_bytes: int, piece: int | None = None) -
     ]
 
 
-def read_run(source: Source, info: TensorInfo, run: RowRun) -> torch.Tensor:
-    """The rows of ``run`` as a 2-D tensor in the stored dtype."""
+def read_run(source: Source, info: TensorInfo, run: RowRun, room: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows of ``run`` as a 2-D tensor in the stored dtype; in ``room`` (of bytes) where one is given."""
     rows, columns = info.shape[-2:]
     row_bytes = info.nbytes // max(info.numel // max(columns, 1), 1)
     first = (run.expert * rows + run.start) * row_bytes
-    raw = source.read_bytes(info.name, first, first + (run.stop - run.start) * row_bytes)
+    raw = source.read_bytes(info.name, first, first + (run.stop - run.start) * row_bytes, room)
     return raw.view(torch_dtype(info.dtype)).reshape(run.stop - run.start, columns)
 
 
@@ -83,25 +88,49 @@ class Meter:
             self._progress(min(self.done, self.total), self.total, label)
 
 
+class _Rooms:
+    """Memory to read pieces into. New memory comes from the system page by page, which takes four times as long as
+    filling it; what was used before does not."""
+
+    def __init__(self) -> None:
+        self._free: deque[torch.Tensor] = deque()
+
+    def load(self, task: Task) -> tuple[torch.Tensor | None, Any]:
+        if not task.room:
+            return None, task.load()
+        room = self._free.popleft() if self._free else torch.empty(0, dtype=torch.uint8)
+        if room.numel() < task.room:
+            room = torch.empty(max(task.room, PIECE), dtype=torch.uint8)  # pages that nobody writes to take no memory
+        return room, task.load(room)
+
+    def handle(self, task: Task, loaded: tuple[torch.Tensor | None, Any]) -> None:
+        room, piece = loaded
+        task.handle(piece)
+        if room is not None:
+            self._free.append(room)
+
+
 def run_tasks(tasks: Iterable[Task], meter: Meter) -> None:
     """Runs the tasks in order, reading up to two pieces ahead. Any exception stops it at once."""
+    rooms = _Rooms()
     with ThreadPoolExecutor(1, thread_name_prefix="nativedit-read") as pool:
-        waiting: deque[tuple[Task, Future[torch.Tensor]]] = deque()
+        waiting: deque[tuple[Task, Future[tuple[torch.Tensor | None, Any]]]] = deque()
+
+        def finish() -> None:
+            task, future = waiting.popleft()
+            rooms.handle(task, future.result())
+            meter.add(task.nbytes, task.label)
+
         try:
             for task in tasks:
-                waiting.append((task, pool.submit(task.load)))
+                waiting.append((task, pool.submit(rooms.load, task)))
                 if len(waiting) > 2:
-                    _finish(*waiting.popleft(), meter)
+                    finish()
             while waiting:
-                _finish(*waiting.popleft(), meter)
+                finish()
         finally:
             for _, future in waiting:
                 future.cancel()
-
-
-def _finish(task: Task, future: Future[torch.Tensor], meter: Meter) -> None:
-    task.handle(future.result())
-    meter.add(task.nbytes, task.label)
 
 
 class Writing:
