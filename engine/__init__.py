@@ -46,22 +46,18 @@ class RunResult:
 def run(
     workflow: str | os.PathLike | Mapping[str, Any],
     *,
+    # One or several folders in the layout of ComfyUI's models/; the pack's demo files are always found.
     models_dir: str | os.PathLike | Iterable[str | os.PathLike] | None = None,
     output_dir: str | os.PathLike = "output",
-    engine: str = "embedded",
-    input_dir: str | os.PathLike | None = None,
-    values: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-    progress: bool | None = None,
+    engine: str = "embedded",  # or the address of a running ComfyUI
+    input_dir: str | os.PathLike | None = None,  # where LoadImage looks; None = the workflow's folder
+    values: Mapping[str, Any] | None = None,  # {"NODE.INPUT": value}, NODE being an id, a title or a class
+    seed: int | None = None,  # for every seed in the graph; a seed of -1 is drawn
+    progress: bool | None = None,  # show it on standard error; None = if that is a terminal
 ) -> RunResult:
-    """Runs a workflow (a path, JSON text or a dict) and saves its pictures under ``output_dir``.
+    """Runs a workflow, which is a path, JSON text or a dict, and saves its pictures under the output folder.
 
-    models_dir: one or several folders in the layout of ComfyUI's models/; the pack's demo files are always found.
-    engine: "embedded", or the address of a running ComfyUI. input_dir: where LoadImage looks (default: the workflow's
-    folder). values: {"NODE.INPUT": value} set before the run, NODE being an id, a title or a class. seed: for every
-    seed in the graph; a seed of -1 is drawn. progress: show it on standard error; None = if that is a terminal.
-
-    Raises WorkflowError (nothing was loaded yet), NodeError (names the node), FileNotFoundError.
+    Raises WorkflowError, before anything is loaded; NodeError, which names the node; and FileNotFoundError.
     """
     from .graph import read_workflow
     from .overrides import apply_values, settle_seeds

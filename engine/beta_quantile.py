@@ -1,7 +1,5 @@
-"""The quantile function of the beta distribution, for the ``beta`` schedule, without scipy.
-
-Facts: the continued fraction of the incomplete beta function, NIST Digital Library of Mathematical Functions 8.17.22.
-"""
+"""The quantile function of the beta distribution, for the schedule of that name, without scipy."""
+# Facts: the continued fraction of the incomplete beta function, NIST Digital Library of Mathematical Functions 8.17.22.
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def _continued_fraction(x: float, a: float, b: float) -> float:
 
 
 def beta_cdf(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), for 0 <= x <= 1."""
+    """The regularised incomplete beta function, for x from zero to one."""
     if x <= 0:
         return 0.0
     if x >= 1:

@@ -102,7 +102,7 @@ def _steps_of(workflow: str | os.PathLike | Mapping[str, Any], steps: int) -> di
 class Calibrate:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("workflow", help="JSON exported from ComfyUI (File > Export (API)), or a PNG it saved")
+        parser.add_argument("workflow", help="as exported from ComfyUI (File > Export), or a picture it saved")
         parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the statistics, a safetensors file")
         parser.add_argument("--steps", type=int, metavar="N", help="steps of every sampler (default: the workflow's)")
         parser.add_argument("--seed", type=int, help="for every seed in the workflow; -1 draws one")

@@ -34,7 +34,7 @@ class ConvertedFiles(ModelFiles):
         target, shown = self._new_file(prefix, None, "" if to_folder else ".safetensors")
         with self.progress.bar(0, f"convert {path.name}", unit="B") as bar:
 
-            def advance(done: int, total: int, _: str) -> None:
+            def advance(done: int, total: int, key: str) -> None:
                 bar.to(done, total)
 
             report = convert(

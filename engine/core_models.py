@@ -5,6 +5,7 @@ Quantized layers stay as they are stored: fused ones are split without a code ch
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,9 +39,11 @@ def load_core_model(
 
     with open_checkpoint(path, component="transformer") as checkpoint:
         match, move, config = diffusion.to_diffusers(checkpoint, architecture)
-        cls = getattr(diffusers, config["_class_name"], None)
-        if cls is None:
-            raise FileError(path, f"is {match.architecture.title}; this diffusers has no {config['_class_name']}")
+        name = config["_class_name"]
+        try:
+            cls = operator.attrgetter(name)(diffusers)  # which imports it only now
+        except AttributeError:
+            raise FileError(path, f"is {match.architecture.title}; this diffusers has no {name}") from None
         with _parameters_on_meta():
             module = cls(**{key: value for key, value in config.items() if not key.startswith("_")})
         state = _read(move)
@@ -78,7 +81,7 @@ def _hold_quantized(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> 
             continue
         parent, _, own = name.rpartition(".")
         place = module.get_submodule(parent)
-        plain: Any = getattr(place, own)
+        plain: Any = place.get_submodule(own)
         bias = plain.bias is not None
         setattr(place, own, QuantOps.Linear(plain.in_features, plain.out_features, bias=bias, device="meta"))
 

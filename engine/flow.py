@@ -1,7 +1,8 @@
-"""Flow model sampling, with the numbers ComfyUI uses (its ModelSamplingDiscreteFlow with CONST).
+"""Flow model sampling, with the numbers that ComfyUI uses.
 
-A noisy latent is x = sigma * noise_scale * noise + (1 - sigma) * x0, sigma from 1 to 0.
+A noisy latent is a mixture of noise and the clean latent, and sigma is the part of the noise, from one down to zero.
 """
+# ComfyUI's ModelSamplingDiscreteFlow with CONST: x = sigma * noise_scale * noise + (1 - sigma) * x0.
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class FlowSampling:
 
     @cached_property
     def sigmas(self) -> torch.Tensor:
-        """[1000] float32, rising; the schedules pick from it."""
+        """A rising table in float32, from which the schedules pick."""
         return self.sigma(torch.arange(1, TABLE_SIZE + 1) / TABLE_SIZE * self.multiplier)
 
     @property

@@ -43,12 +43,14 @@ class Node:
 
 @dataclass
 class Graph:
-    """source: what messages call the workflow; workflow: the UI-format JSON that travelled with it, if any;
-    seed_places: where that JSON keeps a seed, (node id, input) -> (container, key)."""
+    """A workflow as nodes and links."""
 
+    # What messages call it.
     source: str
     nodes: dict[str, Node] = field(default_factory=dict)
+    # The UI-format JSON that travelled with it, if any.
     workflow: dict[str, Any] | None = None
+    # Where that JSON keeps a seed: (node id, input) -> (container, key).
     seed_places: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
 
     def prompt(self) -> dict[str, Any]:
@@ -63,11 +65,12 @@ class Graph:
 
 
 def read_workflow(workflow: str | os.PathLike | Mapping[str, Any], widgets: Any) -> Graph:
-    """The graph in ``workflow``: a path, JSON text, or what json.load gives.
+    """The graph in a workflow, which is a path, a text or the object that the text stands for.
 
-    API format, bare or as posted to ComfyUI, or the format in which ComfyUI's editor saves; a PNG with either inside.
-    widgets: see ``ui_graph``. Raises WorkflowError, FileNotFoundError.
+    It may have the format of the server, bare or as posted, or the one in which ComfyUI's editor saves; or it is a
+    picture with either inside. Raises WorkflowError and FileNotFoundError.
     """
+    # For `widgets` see ui_graph.
     source, data = _load(workflow)
     if not isinstance(data, Mapping):
         raise WorkflowError(source, [f"a JSON object was expected, found {type(data).__name__}"])
@@ -164,7 +167,8 @@ def _node(key: str, value: Any, problems: list[str]) -> Node | None:
 
 
 def _link(given: Any) -> Link | None:
-    """ComfyUI writes a link as [node id, output number]; a list that is a value comes as {"__value__": [...]}."""
+    """ComfyUI writes a link as a list of a node's id and an output's number; a list that is a value comes wrapped."""
+    # {"__value__": [...]}
     if isinstance(given, list) and len(given) == 2 and isinstance(given[0], (str, int)):
         output = given[1]
         if isinstance(output, int) and not isinstance(output, bool) and not isinstance(given[0], bool):

@@ -229,7 +229,7 @@ class EngineHost(ConvertedFiles):
         """The dtype to compute in: float32 on a CPU, else the best of those that are safe for the model."""
         if self.device.type == "cpu":
             return torch.float32
-        return getattr(torch, safe[0])
+        return parse_dtype(safe[0])
 
     def _storage(self, nbytes: int) -> torch.dtype | None:
         """Weights as stored (None), or widened once to what a CPU computes in when memory allows it: widening them at

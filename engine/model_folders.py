@@ -41,11 +41,13 @@ Root = str | os.PathLike | Mapping[str, Any]
 
 
 class ModelFolders:
-    """roots: searched in order, the demo files last. Each is a folder in the layout of ComfyUI's models/, or what an
-    entry of its extra_model_paths.yaml says: {"base_path": ..., "diffusion_models": "unet", "loras": ["a", "b"]}.
+    """Roots are searched in order, the demo files last. Each is a folder in the layout of ComfyUI's models, or what an
+    entry of its file of extra paths says.
 
     Raises FileNotFoundError for a folder that does not exist.
     """
+
+    # An entry of extra_model_paths.yaml: {"base_path": ..., "diffusion_models": "unet", "loras": ["a", "b"]}.
 
     def __init__(self, roots: Root | Iterable[Root] | None = None):
         if roots is None:

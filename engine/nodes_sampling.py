@@ -48,7 +48,7 @@ def _steps():
     return io.Int.Input("steps", default=20, min=1, max=10000)
 
 
-def _cfg():
+def _cfg_input():
     return io.Float.Input("cfg", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01)
 
 
@@ -77,7 +77,7 @@ class KSampler(io.ComfyNode):
                 io.Model.Input("model"),
                 _seed("seed"),
                 _steps(),
-                _cfg(),
+                _cfg_input(),
                 _sampler(),
                 _scheduler(),
                 *_conditions(),
@@ -105,7 +105,7 @@ class KSamplerAdvanced(io.ComfyNode):
                 io.Combo.Input("add_noise", options=["enable", "disable"]),
                 _seed("noise_seed"),
                 _steps(),
-                _cfg(),
+                _cfg_input(),
                 _sampler(),
                 _scheduler(),
                 *_conditions(),
@@ -222,7 +222,7 @@ class CFGGuider(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="CFGGuider",
-            inputs=[io.Model.Input("model"), *_conditions(), _cfg()],
+            inputs=[io.Model.Input("model"), *_conditions(), _cfg_input()],
             outputs=[io.Guider.Output()],
         )
 

@@ -1,4 +1,4 @@
-"""What travels along a workflow's links: MODEL, CLIP, VAE, CONDITIONING. Nodes pass them on and never change them."""
+"""What travels along a workflow's links: models, encoders, conditions. Nodes pass them on and never change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values set from outside before a run: ``--set NODE.INPUT=VALUE`` and seeds."""
+"""Values that are set from outside before a run: single inputs, and seeds."""
 
 from __future__ import annotations
 
@@ -49,11 +49,8 @@ def _typed(value: Any, before: Any) -> Any:
 def _called(graph: Graph, name: str) -> list[Node]:
     if name in graph.nodes:
         return [graph.nodes[name]]
-    for attribute in ("title", "class_type"):
-        found = [node for node in graph.nodes.values() if getattr(node, attribute).lower() == name.lower()]
-        if found:
-            return found
-    return []
+    titled = [node for node in graph.nodes.values() if node.title.lower() == name.lower()]
+    return titled or [node for node in graph.nodes.values() if node.class_type.lower() == name.lower()]
 
 
 def settle_seeds(graph: Graph, seed: int | None, draw: Callable[[], int]) -> dict[str, int]:

@@ -61,10 +61,12 @@ def expand_prefix(
 
 
 class NumberedFiles:
-    """Files prefix_00001_.png, prefix_00002_.png ... under a folder, described as ComfyUI's nodes do.
+    """Files with a running number behind their prefix, under a folder, described as ComfyUI's nodes do.
 
-    prefix: may hold subfolders and templates; one that leaves ``folder`` raises UnsafePath.
+    The prefix may hold subfolders and templates; one that leaves the folder raises UnsafePath.
     """
+
+    # prefix_00001_.png, prefix_00002_.png, ...
 
     def __init__(self, folder: Path, prefix: str, *, suffix: str = ".png", kind: str = "output"):
         self.target = contained(folder, prefix)
@@ -102,7 +104,9 @@ def save_pictures(
     kind: str = "output",
     compress_level: int = 4,
 ) -> list[dict[str, str]]:
-    """Writes pictures [B, H, W, 3] from 0 to 1; returns ComfyUI's description of each: filename, subfolder, type."""
+    """Writes pictures with values from zero to one; returns for each what ComfyUI says of a file: its name, subfolder
+    and type."""
+    # [B, H, W, 3]
     prefix = expand_prefix(prefix, width=pictures.shape[2], height=pictures.shape[1], prompt=prompt)
     files = NumberedFiles(folder, prefix, kind=kind)
     return [
@@ -114,7 +118,8 @@ def save_pictures(
 def png_bytes(
     picture: torch.Tensor, prompt: Mapping[str, Any] | None, extra: Mapping[str, Any] | None, compress_level: int = 4
 ) -> bytes:
-    """[H, W, 3] from 0 to 1 as PNG, with a tEXt chunk "prompt" and one per entry of ``extra``, as ComfyUI writes."""
+    """A picture with values from zero to one as the bytes of a file, with the texts in it that ComfyUI writes."""
+    # [H, W, 3] as PNG with a tEXt chunk "prompt" and one per entry of `extra`.
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 

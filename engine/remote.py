@@ -1,4 +1,7 @@
-"""Runs a graph on a ComfyUI over HTTP: queue it, poll its history, fetch the pictures. Needs no package."""
+"""Runs a graph on a ComfyUI that runs elsewhere: queue it, poll its history, fetch the pictures.
+
+It needs no package, and asks no other address than the one that the user gives.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import json
 import time
 import urllib.error
 import urllib.parse
-import urllib.request
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.request import Request, urlopen
 
 from ..files.paths import contained
 from .errors import NodeError, WorkflowError
@@ -24,6 +27,7 @@ __all__ = ["Server", "ServerError", "run_on_server"]
 
 WIDGET_TYPES = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 TIMEOUT = 30.0  # seconds for one answer, not for the run
+USUAL_ADDRESS = "http://127.0.0.1:8188"
 
 
 class ServerError(OSError):
@@ -38,7 +42,7 @@ class Server:
             address = f"http://{address}"
         parts = urllib.parse.urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ServerError(f"{address}: not the address of a server; http://127.0.0.1:8188 is ComfyUI's own")
+            raise ServerError(f"{address}: not the address of a server; ComfyUI's own is {USUAL_ADDRESS}")
         self.address = address.rstrip("/")
 
     def get(self, path: str, **query: str) -> bytes:
@@ -46,7 +50,8 @@ class Server:
         return self._ask(path + ("?" + urllib.parse.urlencode(query) if query else ""), None)[1]
 
     def post(self, path: str, data: Any) -> tuple[int, bytes]:
-        """(status, answer); statuses from 400 to 499 are given back, because ComfyUI explains itself there."""
+        """The status and the answer. Refusals are given back too, because ComfyUI explains itself there."""
+        # Refusals: 400 to 499.
         return self._ask(path, json.dumps(data).encode())
 
     def json(self, path: str, **query: str) -> Any:
@@ -67,9 +72,9 @@ class Server:
 
     def _ask(self, path: str, body: bytes | None) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json"} if body is not None else {}
-        request = urllib.request.Request(self.address + path, body, headers)
+        request = Request(self.address + path, body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            with urlopen(request, timeout=TIMEOUT) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             if body is not None and 400 <= error.code < 500:

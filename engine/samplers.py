@@ -1,8 +1,9 @@
-"""Samplers: plain functions of (model, x, sigmas). The loop is the algorithm.
+"""Samplers: plain functions of a model, a latent and sigmas. The loop is the algorithm.
 
-model(x, sigma) -> x0, the clean latent as the model sees it: x [B, C, ...] float32, sigma [B].
-Each gives the latents of ComfyUI's (>= 0.29) sampler of the same name for flow models; sources are named beside each.
+The model makes of a noisy latent the clean one, as the model sees it. Each sampler gives the latents of ComfyUI's
+sampler of the same name for flow models; sources are named beside each.
 """
+# model(x, sigma) -> x0: x [B, C, ...] float32, sigma [B]. ComfyUI from 0.29 on.
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def heun(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torch
 
 
 def dpmpp_2m(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torch.Tensor:
-    """DPM-Solver++(2M), Lu et al. (2022), in t = -log sigma, as ComfyUI also does for flows."""
+    """Multistep of second order in the negative logarithm of sigma, as ComfyUI also does for flows."""
+    # Source: DPM-Solver++(2M), Lu et al. (2022).
     batch, before, last_h = x.new_ones(x.shape[0]), None, None
     for i, (sigma, following) in enumerate(pairwise(sigmas)):
         denoised = model(x, sigma * batch)
@@ -157,7 +159,8 @@ def _brownian_noise(x: torch.Tensor, sigmas: torch.Tensor, run: Run):
 
 
 def res_multistep(model: Model, x: torch.Tensor, sigmas: torch.Tensor, run: Run) -> torch.Tensor:
-    """Refined exponential solver, second order with one evaluation a step (Zhang et al., arXiv 2308.02157)."""
+    """The refined exponential solver of second order, with one evaluation a step."""
+    # Source: Zhang et al., arXiv 2308.02157.
     batch, before, last_sigma = x.new_ones(x.shape[0]), None, None
     for i, (sigma, following) in enumerate(pairwise(sigmas)):
         denoised = model(x, sigma * batch)

@@ -86,20 +86,17 @@ def fit_mask(mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 @torch.inference_mode()
 def sample(
     guider: Guider,
-    noise: torch.Tensor,
-    latent: torch.Tensor,
+    noise: torch.Tensor,  # unit noise in the shape of `latent`
+    latent: torch.Tensor,  # raw, [B, C, H, W]
     sampler: str,
-    sigmas: torch.Tensor,
+    sigmas: torch.Tensor,  # [steps + 1]
     *,
-    seed: int,
-    mask: torch.Tensor | None = None,
-    on_step: Callable[[int, torch.Tensor], None] | None = None,
+    seed: int,  # for noise that the sampler adds
+    mask: torch.Tensor | None = None,  # see `fit_mask`
+    on_step: Callable[[int, torch.Tensor], None] | None = None,  # called with the step and x0
 ) -> torch.Tensor:
-    """The sampled latent, raw (as a VAE decodes it), on the CPU in float32.
-
-    noise: unit noise in the shape of ``latent`` (raw, [B, C, H, W]); sigmas: [steps + 1], none gives ``latent`` back;
-    seed: for noise that the sampler adds; mask: see ``fit_mask``; on_step(step, x0).
-    """
+    """The sampled latent, raw as an autoencoder decodes it, on the CPU in float32. Without sigmas the latent comes back
+    as it was."""
     if len(sigmas) == 0:
         return latent
     model, device = guider.model, guider.model.device

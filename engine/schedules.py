@@ -1,7 +1,9 @@
 """Sigmas to sample at, falling from the first to 0. Every schedule gives the numbers of ComfyUI's of the same name.
 
-A schedule is a function of (sampling, steps) -> [steps + 1] float32 (``beta`` may give fewer, ``ddim_uniform`` more).
+A schedule is a function of the sampling and the steps, and gives one sigma more than steps; there are two that may give
+fewer or more.
 """
+# Sigmas are float32. `beta` may give fewer, `ddim_uniform` more.
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def exponential(sampling: FlowSampling, steps: int) -> torch.Tensor:
 
 
 def beta(sampling: FlowSampling, steps: int, alpha: float = 0.6) -> torch.Tensor:
-    """Dense at both ends, by the quantiles of Beta(0.6, 0.6) (Lee et al., arXiv 2407.12173). Repeats are dropped."""
+    """Dense at both ends, by the quantiles of the beta distribution. Repeats are dropped."""
+    # Beta(0.6, 0.6). Source: Lee et al., arXiv 2407.12173.
     table = sampling.sigmas.tolist()
     picked: list[int] = []
     for i in range(steps):

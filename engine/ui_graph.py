@@ -1,8 +1,9 @@
-"""UI-format JSON, as ComfyUI's editor saves it, turned into a graph: what the editor does on File > Export (API).
+"""A workflow as ComfyUI's editor saves it, turned into a graph: what the editor does when it exports one.
 
-Links become direct: through reroutes, primitives, bypassed nodes and subgraphs (whose nodes get ids like
-"12:3"); muted nodes are left out. Widget values are saved by position, so the node's declaration names them.
+Links become direct: through reroutes, primitives, bypassed nodes and subgraphs; muted nodes are left out. The values
+of widgets are saved by position, so the node's declaration names them.
 """
+# In the editor: File > Export (API). Nodes of subgraphs get ids like "12:3".
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""UniPC (Zhao et al., arXiv 2302.04867), multistep, B1(h), data prediction, in ComfyUI's parametrisation.
+"""The unified predictor and corrector, in several steps, with the clean latent as its prediction.
 
-ComfyUI runs it on x / sqrt(1 + sigma^2) with alpha = 1 / sqrt(1 + sigma^2), for flows too, and ends at sigma 0.001.
+ComfyUI runs it on latents that are scaled so that their variance is kept, for flows too, and ends at a small sigma.
 """
+# Source: UniPC (Zhao et al., arXiv 2302.04867), multistep, B1(h), data prediction. ComfyUI's parametrisation is
+# x / sqrt(1 + sigma^2) with alpha = 1 / sqrt(1 + sigma^2); the end is at 0.001.
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def _signal(sigma: torch.Tensor) -> torch.Tensor:
     return 0.5 * torch.log(1 / (sigma * sigma + 1))
 
 
-def _std(sigma: torch.Tensor) -> torch.Tensor:
+def _deviation(sigma: torch.Tensor) -> torch.Tensor:
     """sigma / sqrt(1 + sigma^2). The detour costs digits at small sigmas, and is taken to land where ComfyUI lands."""
     return torch.sqrt(1.0 - torch.exp(2.0 * _signal(sigma)))
 
@@ -78,7 +80,7 @@ def _update(x, history, sigma, order, clean):
         phi = phi / -h - 1 / factorial
     rows, right = torch.stack(rows), torch.stack(right)
 
-    base = _std(sigma) / _std(last_sigma) * x - alpha * torch.expm1(-h) * last
+    base = _deviation(sigma) / _deviation(last_sigma) * x - alpha * torch.expm1(-h) * last
     change = 0.0
     if differences:  # order 2 has the closed form 1/2
         weights = rows.new_tensor([0.5]) if order == 2 else torch.linalg.solve(rows[:-1, :-1], right[:-1])

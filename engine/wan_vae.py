@@ -1,4 +1,5 @@
-"""Wan 2.1's autoencoder, which Qwen-Image and Nucleus-Image share: ComfyUI's core has it, here it is diffusers'."""
+"""The first autoencoder of Wan, which two families of models share: ComfyUI's core has it, here it is diffusers'."""
+# Wan 2.1's; the families are Qwen-Image and Nucleus-Image.
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Tap", "record"]
+__all__ = ["Tap", "run_tapped"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -41,7 +41,7 @@ class Tap:
             raise ValueError(f"a tap takes output, input, {', '.join(_ATTENTION)} of a module, not {self.what!r}")
 
 
-def record(module: torch.nn.Module, taps: Mapping[str, Tap], run: Callable[[], Any]) -> Tensors:
+def run_tapped(module: torch.nn.Module, taps: Mapping[str, Tap], run: Callable[[], Any]) -> Tensors:
     """Runs ``run`` (which calls ``module``) without gradients; name -> tensor, in the order of execution.
 
     Tensors are copies on the CPU in their own dtype, so that in-place code behind a tap changes nothing. A tap that
@@ -101,10 +101,11 @@ class _Watch(TorchFunctionMode):
 
 
 def may_attend(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """bool [B, 1, L_q, L_k] (B and head may be 1 or more), True = attends: the same for boolean, additive and no masks.
+    """True where a query may attend to a key: the same for boolean masks, for additive ones and for none.
 
-    An additive value of -5000 and less masks: models add -10000, float16's lowest, or minus infinity.
+    A large negative value masks, for models add one of several such values.
     """
+    # [B, 1, L_q, L_k]; B and the heads may be 1 or more. Models add -10000, float16's lowest, or minus infinity.
     allowed = torch.ones(1, 1, query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
     if causal:
         allowed = allowed.tril()

@@ -33,24 +33,24 @@ def single_thread() -> Iterator[None]:
 
 @single_thread()
 def compare(
+    # An architecture's name, a checkpoint (file, shard index, diffusers folder) or a fixture's folder.
     first: str | os.PathLike,
+    # The same; None = the published class.
     second: str | os.PathLike | None = None,
     *,
-    stages: Sequence[str] = (),
-    dtype: str | torch.dtype = "float32",
-    seed: int = 0,
-    noise: torch.Tensor | None = None,
+    stages: Sequence[str] = (),  # "*" = all
+    dtype: str | torch.dtype = "float32",  # of the computation
+    seed: int = 0,  # of random weights and inputs
+    # With one of these two, whole runs are compared too.
+    noise: torch.Tensor | None = None,  # [B, C, H, W]
     sigmas: Sequence[float] | None = None,
-    card_sigmas: CardSigmas | None = None,
+    card_sigmas: CardSigmas | None = None,  # see `compare_schedules`; None leaves schedules out
 ) -> Report:
-    """Our module (``first``) beside the published class (``second`` None), a recording or another checkpoint.
+    """Our module beside the published class, beside a recording or beside another checkpoint.
 
-    first, second: an architecture's name, a checkpoint (file, shard index, diffusers folder) or a fixture's folder. Two
-    checkpoints are compared weight by weight, and stage by stage when ``stages`` are named ("*" = all).
-    dtype: of the computation. seed: of random weights and inputs. noise [B, C, H, W], sigmas: also whole runs with
-    these (either may be None). card_sigmas: see ``compare_schedules``; None leaves schedules out.
-    Raises FileError, FileNotFoundError, ValueError (unknown names; sides that don't belong together), ImportError (the
-    reference is not installed).
+    Two checkpoints are compared weight by weight, and stage by stage when stages are named. Raises FileError,
+    FileNotFoundError, ValueError for names that are unknown or sides that do not belong together, and ImportError when
+    the reference is not installed.
     """
     a, b = open_subject(first), None if second is None else open_subject(second)
     if b is not None and _random(a) != _random(b) and b.fixture is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -23,14 +24,13 @@ def import_reference(path: str) -> Any:
     Raises ImportError that says what to install.
     """
     module, _, name = path.partition(":")
+    package = module.split(".")[0]
     try:
-        found = getattr(import_module(module), name, None)
+        return operator.attrgetter(name)(import_module(module))
     except ImportError as error:
-        package = module.split(".")[0]
         raise ImportError(f"the reference {path} can't be imported ({error}): pip install -U {package}") from error
-    if found is None:
-        raise ImportError(f"this version of {module} has no {name}: pip install -U {module.split('.')[0]}")
-    return found
+    except AttributeError:
+        raise ImportError(f"this version of {module} has no {name}: pip install -U {package}") from None
 
 
 @dataclass(frozen=True)

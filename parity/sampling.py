@@ -45,8 +45,9 @@ def euler(
     noise: torch.Tensor,
     sigmas: Sequence[float],
 ) -> list[torch.Tensor]:
-    """The latents after each step. network(x, timesteps [B]) -> what the card says it predicts; noise: [B, C, H, W] of
-    strength 1; sigmas: falling."""
+    """The latents after each step. The network is given a latent and its time, and predicts what the card says; noise
+    has a strength of one, and sigmas fall."""
+    # network(x, timesteps [B]); noise [B, C, H, W].
     sampling, latents = card.sampling, []
     x = noise * sampling.noise_scale * sigmas[0]
     for sigma, following in itertools.pairwise(sigmas):

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from .build import cast
-from .capture import record
+from .capture import run_tapped
 from .measure import cosine, max_abs_error, non_finite, relative_error
 from .port import Inputs, Port, Stage
 
@@ -65,14 +65,14 @@ def compare_with_reference(
     """
     stages = _chosen(port.stages_of(ours), only)
     given = cast(inputs, dtype)
-    mine = record(ours, {stage.name: stage.ours for stage in stages}, lambda: port.run_ours(ours, given))
+    mine = run_tapped(ours, {stage.name: stage.ours for stage in stages}, lambda: port.run_ours(ours, given))
     taps = {stage.name: stage.reference or stage.ours for stage in stages}
-    theirs = record(reference, taps, lambda: port.run_reference(reference, given))
+    theirs = run_tapped(reference, taps, lambda: port.run_reference(reference, given))
     allowed = {} if dtype == torch.float32 else dict.fromkeys(taps, LOW_PRECISION)
     if sum(parameter.numel() for parameter in reference.parameters()) <= MEASURED:
         wide = torch.nn.Module.to(copy.deepcopy(reference), _WIDER[dtype])
         exact = {k: v.to(_WIDER[dtype]) if v.is_floating_point() else v for k, v in given.items()}
-        wider = record(wide, taps, lambda: port.run_reference(wide, exact))
+        wider = run_tapped(wide, taps, lambda: port.run_reference(wide, exact))
         noise = {name: _error(theirs[name], wider[name]) for name in theirs if name in wider}
         allowed |= {name: max(FLOOR, 3 * value) for name, value in noise.items() if math.isfinite(value)}
     return _results(stages, mine, theirs, inputs, allowed)
@@ -90,7 +90,7 @@ def compare_with_ours(
     """Two modules of ours: other weights, a quantized model and its original."""
     stages = _chosen(port.stages_of(ours), only)
     given, taps = cast(inputs, dtype), {stage.name: stage.ours for stage in stages}
-    results = [record(module, taps, lambda module=module: port.run_ours(module, given)) for module in (ours, other)]
+    results = [run_tapped(module, taps, lambda module=module: port.run_ours(module, given)) for module in (ours, other)]
     limit = PLAIN if dtype == torch.float32 else LOW_PRECISION
     return _results(stages, *results, inputs, {stage.name: limit for stage in stages})
 
@@ -110,7 +110,7 @@ def compare_with_recording(
     theirs = {name: value for name, value in available.items() if value is not None}
     stages = [stage for stage in _chosen(port.stages_of(ours), only) if stage.name in theirs]
     given = cast(inputs, dtype)
-    mine = record(ours, {stage.name: stage.ours for stage in stages}, lambda: port.run_ours(ours, given))
+    mine = run_tapped(ours, {stage.name: stage.ours for stage in stages}, lambda: port.run_ours(ours, given))
     return _results(stages, mine, theirs, inputs, dict.fromkeys(theirs, allowed))
 
 

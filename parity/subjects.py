@@ -53,16 +53,16 @@ class Fixture:
         return _tensors(self.folder / "weights.safetensors")
 
     @cached_property
-    def io(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         return _tensors(self.folder / "io.safetensors")
 
     def group(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors below "inputs" or "stages", without that prefix."""
-        return {key[len(name) + 1 :]: value for key, value in self.io.items() if key.startswith(name + ".")}
+        return {key[len(name) + 1 :]: value for key, value in self.tensors.items() if key.startswith(name + ".")}
 
     @property
     def recorded(self) -> dict[str, torch.Tensor]:
-        return self.group("stages") | {"output": self.io["output"]}
+        return self.group("stages") | {"output": self.tensors["output"]}
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:

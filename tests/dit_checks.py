@@ -15,7 +15,7 @@ import torch
 from support import Golden, rel_err
 
 from nativedit.parity.build import build_ours, cast, randomise
-from nativedit.parity.capture import Tap, record
+from nativedit.parity.capture import Tap, run_tapped
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -76,7 +76,7 @@ def check_stages(port: Port, golden: Golden) -> None:
         for stage, name in port.stages.items()
         if "stages." + stage in golden.io
     }
-    captured = record(module, taps, lambda: port.run_ours(module, golden.group("inputs")))
+    captured = run_tapped(module, taps, lambda: port.run_ours(module, golden.group("inputs")))
     assert captured, "the fixture records none of the stages this test knows"
     for stage, value in captured.items():
         assert rel_err(value, golden.io["stages." + stage]) <= STAGE, stage

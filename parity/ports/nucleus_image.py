@@ -1,7 +1,8 @@
-"""Nucleus-Image beside diffusers' NucleusMoEImageTransformer2DModel 0.42.1.
+"""Nucleus-Image beside the class of diffusers.
 
 Experts choose tokens, so a last bit can move a token from one to another; stages after such a flip differ by much.
 """
+# diffusers' NucleusMoEImageTransformer2DModel 0.42.1.
 
 from __future__ import annotations
 

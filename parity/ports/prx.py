@@ -1,4 +1,5 @@
-"""PRX, PRX (DC-AE) and PRXPixel beside diffusers' PRXTransformer2DModel 0.42.1."""
+"""All three kinds of PRX beside the class of diffusers."""
+# diffusers' PRXTransformer2DModel 0.42.1.
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sana, SANA-1.5 and SANA-Sprint beside diffusers' SanaTransformer2DModel 0.42.1."""
+"""All kinds of Sana beside the class of diffusers."""
+# Sana, SANA-1.5 and SANA-Sprint; diffusers' SanaTransformer2DModel 0.42.1.
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from nativedit.cli import main
 from nativedit.parity import compare as compare_module
 from nativedit.parity import measure
 from nativedit.parity.build import build_ours, build_reference, random_module
-from nativedit.parity.capture import Tap, may_attend, record
+from nativedit.parity.capture import Tap, may_attend, run_tapped
 from nativedit.parity.compare import compare
 from nativedit.parity.ports import find_port, ports
 from nativedit.parity.stages import compare_with_reference
@@ -301,7 +301,7 @@ def test_taps_take_copies_in_the_order_of_execution():
         "first": Tap("inner"),
         "scale": Tap("inner", "input", lambda given: torch.tensor(given["scale"])),
     }
-    found = record(module, taps, lambda: module(torch.ones(1)))
+    found = run_tapped(module, taps, lambda: module(torch.ones(1)))
     assert list(found) == ["scale", "both", "first", "last"]
     assert (found["first"].item(), found["scale"].item(), found["last"].item()) == (2.0, 2.0, 5.0)
     assert found["both"].tolist() == [2.0, 3.0]
