@@ -62,7 +62,8 @@ class TensorSource(Source):
                 self._last = (name, tensor.detach().to("cpu").contiguous())
             return self._last[1]
 
-    def _read(self, name: str, offset: int, count: int) -> torch.Tensor:
+    def _read(self, name: str, offset: int, count: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """What is in memory already is shown where it lies; ``into`` is not needed."""
         if count == 0:
             return torch.empty(0, dtype=torch.uint8)
         first = offset - self.tensors[name].start
