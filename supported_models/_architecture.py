@@ -25,7 +25,7 @@ ROOT_PACKAGE = __package__.rpartition(".")[0]
 def import_dotted(path: str) -> Any:
     """Import ``.folder.module:Name`` relative to this package, whatever name a host imported it under."""
     module, _, name = path.partition(":")
-    return getattr(import_module(module, ROOT_PACKAGE), name)
+    return vars(import_module(module, ROOT_PACKAGE))[name]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Where the official workflow templates of ComfyUI (comfyui-workflow-templates-json 0.1.123) download files from."""
+"""Where the official workflow templates of ComfyUI download files from."""
+# comfyui-workflow-templates-json 0.1.123.
 
 from __future__ import annotations
 

@@ -7,17 +7,18 @@ from typing import Any
 from ..quant.policy import CardPolicy
 from ._architecture import KeyMap, Shapes
 
+_BLOCK, _FACTOR = r"^(blocks\.\d+\.)", r"(?:scale|weight)$"
 # The research trainer (Photoroom/PRX) names the attention's layers differently; its checkpoints carry a prefix.
 TRAINER_LAYOUT = KeyMap(
     name="trainer",
     marker="blocks.0.img_qkv_proj.weight",
     prefixes=("", "state.model.denoiser."),
     rules=(
-        (r"^(blocks\.\d+\.)(img_qkv_proj|txt_kv_proj)\.", r"\1attention.\2."),
-        (r"^(blocks\.\d+\.)qk_norm\.query_norm\.(?:scale|weight)$", r"\1attention.norm_q.weight"),
-        (r"^(blocks\.\d+\.)qk_norm\.key_norm\.(?:scale|weight)$", r"\1attention.norm_k.weight"),
-        (r"^(blocks\.\d+\.)k_norm\.(?:scale|weight)$", r"\1attention.norm_added_k.weight"),
-        (r"^(blocks\.\d+\.)attn_out\.", r"\1attention.to_out.0."),
+        (rf"{_BLOCK}(img_qkv_proj|txt_kv_proj)\.", r"\1attention.\2."),
+        (rf"{_BLOCK}qk_norm\.query_norm\.{_FACTOR}", r"\1attention.norm_q.weight"),
+        (rf"{_BLOCK}qk_norm\.key_norm\.{_FACTOR}", r"\1attention.norm_k.weight"),
+        (rf"{_BLOCK}k_norm\.{_FACTOR}", r"\1attention.norm_added_k.weight"),
+        (rf"{_BLOCK}attn_out\.", r"\1attention.to_out.0."),
     ),
 )
 

@@ -1,7 +1,6 @@
-"""What the cards of Sana and SANA-Sprint share: sizes from shapes, the publisher's own key layout, prompts, policy.
-
-Sources: config.json of Efficient-Large-Model's repositories, diffusers' Sana converter and pipelines 0.42.1.
-"""
+"""What the cards of Sana and of its distilled kind share: sizes from shapes, the publisher's own key layout, prompts,
+policy."""
+# Sources: config.json of Efficient-Large-Model's repositories, diffusers' Sana converter and pipelines 0.42.1.
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from ..quant.policy import CardPolicy
 from ..text_encoders.prompt import Prompt
 from ._architecture import KeyMap, Shapes
 
+PUBLISHER = "Efficient-Large-Model"
 GUIDANCE = "time_embed.guidance_embedder.linear_1.weight"
 SIGNATURE = (
     "patch_embed.proj.weight",
@@ -77,11 +77,17 @@ INSTRUCTION = "\n".join(
 PROMPT = Prompt(clean="lower_strip", instruction=INSTRUCTION, max_length=300, bos=True)
 
 
-def publisher_layout(time_embed: str) -> KeyMap:
-    """The layout of the publisher's ``.pth`` files. ComfyUI's core takes them for PixArt-Sigma (``t_block.1.weight``).
+def repositories(*names: str) -> tuple[str, ...]:
+    """The publisher's repositories on Hugging Face."""
+    return tuple(f"{PUBLISHER}/{name}" for name in names)
 
-    time_embed: where the timestep's two layers are in ours ("time_embed.emb" or "time_embed").
+
+def publisher_layout(time_embed: str) -> KeyMap:
+    """The layout of the publisher's pickles, which ComfyUI's core takes for another model.
+
+    Given is where the two layers of the timestep are in ours.
     """
+    # The files end in .pth; by `t_block.1.weight` they are PixArt-Sigma; the place is "time_embed.emb" or "time_embed".
     block = r"^blocks\.(\d+)\."
     ours = r"transformer_blocks.\1."
     return KeyMap(

@@ -34,21 +34,21 @@ class First:
 
 @dataclass(frozen=True)
 class Rule:
-    """One layer (or one parameter) in both layouts; ``#`` stands for a block's number.
+    """One layer, or one parameter, in both layouts; in names a hash stands for a block's number."""
 
-    ours, theirs: names without ``params``; theirs may be several, in the order in which ours holds them.
-    first: how unequal parts divide, None = equal. swapped: the two halves along the first dimension are exchanged.
-    folded: theirs is [folded, n] where ours is [folded * n]. group: the rule's keys may be missing together; a name
-    that ends in ``#`` is decided block by block. block: "", "last" (in the stack's last block only), "not last".
-    """
-
+    # Names without `params`; theirs may be several, in the order in which ours holds them.
     ours: str
     theirs: str | tuple[str, ...]
     params: tuple[str, ...] = WEIGHT
+    # How unequal parts divide, None = equal.
     first: First | None = None
+    # The two halves along the first dimension are exchanged.
     swapped: bool = False
+    # Theirs is [folded, n] where ours is [folded * n].
     folded: int = 0
+    # The rule's keys may be missing together; a name that ends in `#` is decided block by block.
     group: str = ""
+    # "", "last" (in the stack's last block only), "not last".
     block: str = ""
 
     @property

@@ -1,8 +1,7 @@
-"""Chroma (lodestones, 8.9B), made from FLUX.1 schnell. ComfyUI's core loads it.
-
-Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
-comfyui-workflow-templates-json 0.1.123.
-"""
+"""Chroma, made from FLUX.1 schnell. ComfyUI's core loads it."""
+# By lodestones, 8.9B.
+# Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
+# comfyui-workflow-templates-json 0.1.123.
 
 from __future__ import annotations
 

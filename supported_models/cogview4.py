@@ -1,7 +1,6 @@
-"""CogView4 (Z.ai / THUDM, 6B): bilingual, writes Chinese in pictures.
-
-Sources: THUDM/CogView4-6B's model card and scheduler configuration, diffusers' CogView4Pipeline and converter 0.42.1.
-"""
+"""CogView4: bilingual, writes Chinese in pictures."""
+# By Z.ai / THUDM, 6B.
+# Sources: THUDM/CogView4-6B's model card and scheduler configuration, diffusers' CogView4Pipeline and converter 0.42.1.
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""ERNIE-Image and ERNIE-Image-Turbo (Baidu, 8B). ComfyUI's core loads it.
-
-ComfyUI and diffusers name every weight alike.
-Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class), the file names of
-comfyui-workflow-templates-json 0.1.123.
-"""
+"""ERNIE-Image and its turbo kind. The core of ComfyUI loads them, and diffusers names every weight alike."""
+# By Baidu, 8B.
+# Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class), the file names of
+# comfyui-workflow-templates-json 0.1.123.
 
 from __future__ import annotations
 

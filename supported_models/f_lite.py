@@ -1,7 +1,6 @@
-"""F-Lite (Freepik and fal, 10B and 7B): trained on licensed pictures only.
-
-Sources: the model cards and checkpoints' shapes, and the published pipeline's numbers.
-"""
+"""F-Lite: trained on licensed pictures only."""
+# By Freepik and fal, 10B and 7B.
+# Sources: the model cards and checkpoints' shapes, and the published pipeline's numbers.
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""FLUX.1 dev and schnell, and what shares their keys: Fill, Canny, Depth, Kontext, Krea (Black Forest Labs, 12B).
-ComfyUI's core loads it.
-
-Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
-comfyui-workflow-templates-json 0.1.123.
-"""
+"""FLUX.1 and all that shares its keys. ComfyUI's core loads it."""
+# FLUX.1 dev and schnell, Fill, Canny, Depth, Kontext, Krea; by Black Forest Labs, 12B.
+# Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
+# comfyui-workflow-templates-json 0.1.123.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""FLUX.2 dev (32B) and klein (4B, 9B) (Black Forest Labs). ComfyUI's core loads it.
-
-Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
-comfyui-workflow-templates-json 0.1.123.
-"""
+"""FLUX.2, large and small. ComfyUI's core loads it."""
+# FLUX.2 dev (32B) and klein (4B, 9B); by Black Forest Labs.
+# Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
+# comfyui-workflow-templates-json 0.1.123.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Lumina-Image 2.0 (Alpha-VLLM, 2.6B). ComfyUI's core loads it.
-
-Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter),
-the file names of comfyui-workflow-templates-json 0.1.123, which has no file of the diffusion model alone.
-"""
+"""Lumina-Image 2.0. ComfyUI's core loads it."""
+# By Alpha-VLLM, 2.6B.
+# Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter),
+# the file names of comfyui-workflow-templates-json 0.1.123, which has no file of the diffusion model alone.
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""MiniMax-H3 (MiniMax, 33B): video with sound. ComfyUI's core loads it.
+"""MiniMax-H3: video with sound. ComfyUI's core loads it.
 
-The publisher's shards hold q, k and v interleaved by head under the same names and shapes; every published single file
-holds them one after the other, which is what this card means by them.
-Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
-comfyui-workflow-templates-json 0.1.123.
+The publisher's shards hold queries, keys and values interleaved by head under the same names and shapes; every single
+file that was published holds them one after the other, which is what this card means by them.
 """
+# By MiniMax, 33B.
+# Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
+# comfyui-workflow-templates-json 0.1.123.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Nucleus-Image (Nucleus AI, 17B in all, 2B per token): a sparse mixture of experts, a base model.
-
-Sources: two public copies of the model's transformer configuration, which agree, diffusers' NucleusMoEImagePipeline
-0.42.1, arXiv 2604.12163. The published scheduler configuration was not seen: see ``SHIFT``.
-"""
+"""Nucleus-Image: a sparse mixture of experts, a base model."""
+# By Nucleus AI, 17B in all, 2B per token.
+# Sources: two public copies of the model's transformer configuration, which agree, diffusers' NucleusMoEImagePipeline
+# 0.42.1, arXiv 2604.12163. The published scheduler configuration was not seen: see SHIFT.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""PRX (Photoroom, 1.2B) in the latent space of FLUX.1's autoencoder. Its siblings: ``prx_dc_ae``, ``prx_pixel``.
-
-Sources: the models' diffusers configurations, diffusers' PRXPipeline 0.42.1, Photoroom/PRX.
-"""
+"""PRX in the latent space of FLUX.1's autoencoder. Its siblings in another latent space and in pixels have cards too."""
+# By Photoroom, 1.2B; the siblings are prx_dc_ae and prx_pixel.
+# Sources: the models' diffusers configurations, diffusers' PRXPipeline 0.42.1, Photoroom/PRX.
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def config_from_shapes(shapes: Shapes) -> dict[str, Any] | None:
 ARCHITECTURE = Architecture(
     name="prx",
     title="PRX",
-    license="Apache-2.0 (transformer), Gemma's terms (text encoder), FLUX.1's terms (VAE)",
+    license="Apache-2.0 for the transformer; the terms of Gemma for the text encoder, of FLUX.1 for the autoencoder",
     repositories=(
         "Photoroom/prx-1024-t2i-beta",
         "Photoroom/prx-512-t2i-sft",

@@ -1,7 +1,8 @@
-"""PRX (Photoroom, 1.2B) in the latent space of DC-AE: 32 channels, a latent pixel a token. All else is ``prx``'s.
+"""PRX in the latent space of DC-AE, with a token for each latent pixel. All else is as for its sibling.
 
-Sources: the models' diffusers configurations; which autoencoder a file wants shows in the width of its tokens alone.
+Which autoencoder a file wants shows in the width of its tokens alone.
 """
+# By Photoroom, 1.2B; DC-AE has 32 channels. Sources: the models' diffusers configurations.
 
 from __future__ import annotations
 

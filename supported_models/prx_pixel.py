@@ -1,7 +1,6 @@
-"""PRXPixel (Photoroom, 7B): pixels in, clean picture out, no autoencoder.
-
-Sources: the model's diffusers configuration, diffusers' PRXPixelPipeline 0.42.1, Photoroom/PRX.
-"""
+"""PRXPixel: pixels in, clean picture out, no autoencoder."""
+# By Photoroom, 7B.
+# Sources: the model's diffusers configuration, diffusers' PRXPixelPipeline 0.42.1, Photoroom/PRX.
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Qwen-Image, Qwen-Image-Edit (2509, 2511), Qwen-Image-Layered (20B). ComfyUI's core loads them.
+"""Qwen-Image and its kinds for editing and for layers. ComfyUI's core loads them.
 
 ComfyUI and diffusers name every weight alike; two variants differ in what a weight can't tell.
-Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class), the file names of
-comfyui-workflow-templates-json 0.1.123.
 """
+# Qwen-Image, Qwen-Image-Edit (2509, 2511), Qwen-Image-Layered; 20B.
+# Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class), the file names of
+# comfyui-workflow-templates-json 0.1.123.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Sana (0.6B, 1.6B; 512 to 4K) and SANA-1.5 (1.6B, 4.8B), NVIDIA and MIT HAN Lab.
-
-Sources: the models' diffusers configurations, diffusers' SanaPipeline 0.42.1, arXiv 2410.10629 and 2501.18427.
-"""
+"""Sana and SANA-1.5, in two sizes each and for pictures from small to very large."""
+# Sana (0.6B, 1.6B; 512 to 4K) and SANA-1.5 (1.6B, 4.8B), by NVIDIA and MIT HAN Lab.
+# Sources: the models' diffusers configurations, diffusers' SanaPipeline 0.42.1, arXiv 2410.10629 and 2501.18427.
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ._architecture import Architecture, Defaults, Sampling, Shapes
-from ._sana import GUIDANCE, POLICY, PROMPT, SIGNATURE, publisher_layout, sizes
+from ._sana import GUIDANCE, POLICY, PROMPT, SIGNATURE, publisher_layout, repositories, sizes
 
 
 def config_from_shapes(shapes: Shapes) -> dict[str, Any] | None:
@@ -36,17 +35,17 @@ ARCHITECTURE = Architecture(
     title="Sana and SANA-1.5",
     license="code Apache-2.0; weights under NVIDIA's licence in each repository (its terms are unverified), Gemma's "
     "terms for the text encoder",
-    repositories=(
-        "Efficient-Large-Model/Sana_600M_512px_diffusers",
-        "Efficient-Large-Model/Sana_600M_1024px_diffusers",
-        "Efficient-Large-Model/Sana_1600M_512px_diffusers",
-        "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
-        "Efficient-Large-Model/Sana_1600M_1024px_MultiLing_diffusers",
-        "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
-        "Efficient-Large-Model/Sana_1600M_2Kpx_BF16",
-        "Efficient-Large-Model/Sana_1600M_4Kpx_BF16",
-        "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
-        "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
+    repositories=repositories(
+        "Sana_600M_512px_diffusers",
+        "Sana_600M_1024px_diffusers",
+        "Sana_1600M_512px_diffusers",
+        "Sana_1600M_1024px_diffusers",
+        "Sana_1600M_1024px_MultiLing_diffusers",
+        "Sana_1600M_1024px_BF16_diffusers",
+        "Sana_1600M_2Kpx_BF16",
+        "Sana_1600M_4Kpx_BF16",
+        "SANA1.5_1.6B_1024px_diffusers",
+        "SANA1.5_4.8B_1024px_diffusers",
     ),
     defaults=_settings(1024),
     variants={"512px": _settings(512), "2kpx": _settings(2048), "4kpx": _settings(4096)},

@@ -1,14 +1,13 @@
-"""SANA-Sprint (0.6B, 1.6B), NVIDIA and MIT HAN Lab: Sana distilled to 1 to 4 steps, guidance embedded.
-
-Sources: the models' diffusers configurations, diffusers' SanaSprintPipeline 0.42.1, arXiv 2503.09641.
-"""
+"""SANA-Sprint: Sana distilled to very few steps, with its guidance embedded."""
+# 0.6B and 1.6B, by NVIDIA and MIT HAN Lab; 1 to 4 steps.
+# Sources: the models' diffusers configurations, diffusers' SanaSprintPipeline 0.42.1, arXiv 2503.09641.
 
 from __future__ import annotations
 
 from typing import Any
 
 from ._architecture import Architecture, Defaults, Sampling, Shapes
-from ._sana import GUIDANCE, POLICY, PROMPT, SIGNATURE, publisher_layout, sizes
+from ._sana import GUIDANCE, POLICY, PROMPT, SIGNATURE, publisher_layout, repositories, sizes
 
 
 def config_from_shapes(shapes: Shapes) -> dict[str, Any] | None:
@@ -21,10 +20,7 @@ ARCHITECTURE = Architecture(
     title="SANA-Sprint",
     license="code Apache-2.0; weights under NVIDIA's licence in each repository (its terms are unverified), Gemma's "
     "terms for the text encoder",
-    repositories=(
-        "Efficient-Large-Model/Sana_Sprint_0.6B_1024px_diffusers",
-        "Efficient-Large-Model/Sana_Sprint_1.6B_1024px_diffusers",
-    ),
+    repositories=repositories("Sana_Sprint_0.6B_1024px_diffusers", "Sana_Sprint_1.6B_1024px_diffusers"),
     # cfg 1: one pass. The publisher's guidance of 4.5 is a condition, times guidance_embeds_scale.
     defaults=Defaults(steps=2, cfg=1.0, sampler="lcm", scheduler="published", width=1024, height=1024),
     signature=(*SIGNATURE, "time_embed.timestep_embedder.linear_1.weight", GUIDANCE),

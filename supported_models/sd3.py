@@ -1,8 +1,7 @@
-"""Stable Diffusion 3.5 large and medium, 3 medium (Stability AI). ComfyUI's core loads them.
-
-Sources: ComfyUI 0.33.0 (class, detection), diffusers 0.42.1 (class, single-file converter), the file names of
-comfyui-workflow-templates-json 0.1.123. ComfyUI states no dtypes for it: UNVERIFIED here, bfloat16 and float32.
-"""
+"""Stable Diffusion 3 and 3.5. ComfyUI's core loads them."""
+# 3.5 large and medium, 3 medium, by Stability AI.
+# Sources: ComfyUI 0.33.0 (class, detection), diffusers 0.42.1 (class, single-file converter), the file names of
+# comfyui-workflow-templates-json 0.1.123. ComfyUI states no dtypes for it: UNVERIFIED here, bfloat16 and float32.
 
 from __future__ import annotations
 

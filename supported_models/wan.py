@@ -1,10 +1,11 @@
-"""Wan 2.1 and 2.2: text to video, image to video, first and last frame (1.3B, 5B, 14B). ComfyUI's core loads them.
+"""Wan 2.1 and 2.2: text to video, image to video, first and last frame. ComfyUI's core loads them.
 
-Wan 2.2's 14B is two models of the same shape, one for high and one for low noise; their files are told by name alone.
-VACE, Camera, Animate, S2V and others have keys of their own and are no part of this card.
-Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
-comfyui-workflow-templates-json 0.1.123.
+The largest one of Wan 2.2 is two models of the same shape, one for high and one for low noise; their files are
+told by name alone. Relatives with keys of their own are no part of this card.
 """
+# 1.3B, 5B, 14B. The pair is Wan 2.2's 14B; the relatives are VACE, Camera, Animate, S2V and others.
+# Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
+# comfyui-workflow-templates-json 0.1.123.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Z-Image and Z-Image-Turbo (Tongyi-MAI, 6B). ComfyUI's core loads it.
-
-Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
-comfyui-workflow-templates-json 0.1.123.
-"""
+"""Z-Image and its turbo kind. ComfyUI's core loads them."""
+# By Tongyi-MAI, 6B.
+# Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class, single-file converter), the file names of
+# comfyui-workflow-templates-json 0.1.123.
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""CogView4 (Z.ai / THUDM): text and image tokens in one attention, one set of weights for both, modulated apart.
+"""CogView4: text and image tokens in one attention, with one set of weights for both, modulated apart.
 
-Keys and constructor arguments are those of the published (diffusers) layout. Facts: diffusers'
-CogView4Transformer2DModel 0.42.1; verified stage by stage against it.
+Keys and constructor arguments are those of the published layout.
 """
+# By Z.ai / THUDM; the layout is that of diffusers.
+# Facts: diffusers' CogView4Transformer2DModel 0.42.1; verified stage by stage against it.
 
 from __future__ import annotations
 
@@ -194,11 +195,7 @@ class FinalNorm(torch.nn.Module):
 
 
 class CogView4Transformer2DModel(DiffusionTransformer):
-    """float16 overflows in the published weights: bfloat16 or float32 only.
-
-    ``pos_embed_max_size`` and ``sample_size`` are the published configuration's largest and usual latent sides (in
-    patches, in latent pixels); nothing is computed from them, hosts may read them.
-    """
+    """The transformer. Half precision overflows in the published weights; bfloat16 and float32 do not."""
 
     repeated_blocks = ("CogView4TransformerBlock",)
 
@@ -213,6 +210,8 @@ class CogView4Transformer2DModel(DiffusionTransformer):
         text_embed_dim=4096,
         time_embed_dim=512,
         condition_dim=256,
+        # The published configuration's largest and usual latent sides, in patches and in latent pixels; nothing is
+        # computed from them, hosts may read them.
         pos_embed_max_size=128,
         sample_size=128,
         rope_axes_dim=(256, 256),
@@ -244,24 +243,20 @@ class CogView4Transformer2DModel(DiffusionTransformer):
 
     def _forward(
         self,
-        x,
-        timesteps,
-        context,
-        attention_mask=None,
+        x,  # [B, in_channels, H, W], the noisy latent
+        timesteps,  # [B], 0..1000, of the schedule before its shift, see sampling.py
+        context,  # [B, L, text_embed_dim]
+        attention_mask=None,  # [B, L], nonzero = a real token, or None: the published pipeline pads and masks nothing
         transformer_options=None,
         control=None,
-        original_size=None,
-        target_size=None,
-        crop_coords=None,
+        original_size=None,  # [B, 2], height and width in pixels; None = this latent's
+        target_size=None,  # the same
+        crop_coords=None,  # [B, 2], top and left in pixels; None = (0, 0)
         **_,
     ):
-        """x: [B, in_channels, H, W] noisy latent; timesteps: [B], 0..1000, of the schedule before its shift (see
-        sampling.py); context: [B, L, text_embed_dim]; attention_mask: [B, L], nonzero = a real token, or None (the
-        published pipeline pads and masks nothing); original_size, target_size: [B, 2] height and width in pixels,
-        None = this latent's; crop_coords: [B, 2] top and left in pixels, None = (0, 0).
+        """The velocity, which is noise minus data, in the shape of the latent but with the output's channels.
 
-        Returns [B, out_channels, H, W]: the velocity noise - data. Other conditions that a host hands to every model
-        are not this model's and are not read.
+        Other conditions that a host hands to every model are not this model's and are not read.
         """
         if x.shape[1] != self.in_channels:
             raise ValueError(

@@ -1,8 +1,9 @@
 """CogView4's times: the shift follows the picture's size, and the model is told the time before the shift.
 
-Source: diffusers' CogView4Pipeline 0.42.1 with the published scheduler (linear dynamic shift), which is the published
-behaviour; diffusers 0.40.0 alone gave the model the shifted time. All functions take and return floats (or tensors).
+All functions take and return floats or tensors.
 """
+# Source: diffusers' CogView4Pipeline 0.42.1 with the published scheduler (linear dynamic shift), which is the published
+# behaviour; diffusers 0.40.0 alone gave the model the shifted time.
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""F-Lite's times and its guidance. Source: the published pipeline's numbers (fal-ai/f-lite at 85f0471)."""
+"""F-Lite's times and its guidance."""
+# Source: the published pipeline's numbers (fal-ai/f-lite at 85f0471).
 
 from __future__ import annotations
 

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 
 
 def key_mask_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Additive form of a boolean key mask.
-
-    mask: [B, L_k], True (or nonzero) = attend. Returns [B, 1, 1, L_k] of ``dtype``: 0 where attended, the lowest
-    finite value elsewhere. A finite value keeps a fully masked row finite (a plain -inf row is NaN after softmax).
+    """The additive form of a boolean key mask, broadcast over heads and queries: zero where attended, the lowest finite
+    value elsewhere. A finite value keeps a row finite that is masked whole; infinite ones would make it NaN.
     """
+    # mask [B, L_k], True (or nonzero) = attend -> [B, 1, 1, L_k] of `dtype`.
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return bias.masked_fill(~mask.bool(), torch.finfo(dtype).min)[:, None, None, :]
 
@@ -39,17 +38,13 @@ def set_backend(backend: Callable[..., torch.Tensor] | None) -> None:
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor,  # [B, H, L_q, D]
+    k: torch.Tensor,  # [B, H, L_k, D]
+    v: torch.Tensor,  # [B, H, L_k, D]
     *,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
+    mask: torch.Tensor | None = None,  # [B, L_k], True = attend
+    scale: float | None = None,  # None = D ** -0.5
     transformer_options: dict | None = None,
-) -> torch.Tensor:
-    """Softmax attention.
-
-    q: [B, H, L_q, D], k and v: [B, H, L_k, D]; mask: boolean key mask [B, L_k], True = attend, or None;
-    scale: defaults to D ** -0.5. Returns [B, L_q, H * D].
-    """
+) -> torch.Tensor:  # [B, L_q, H * D]
+    """Softmax attention. Heads come before positions in what it takes; they are joined in what it gives."""
     return _backend(q, k, v, mask=mask, scale=scale, transformer_options=transformer_options)

@@ -53,12 +53,13 @@ class DiffusionTransformer(torch.nn.Module):
 class BlockLoop:
     """ComfyUI's per-block extension points during one pass over a list of blocks.
 
-    Sets ``block_type``, ``block_index`` and ``total_blocks`` in a copy of the options, lets
-    ``patches_replace["dit"][(kind_block, i)]`` take a block's place, runs ``patches[kind_block]`` after it and adds
-    control residuals ("input" for double, "output" for single blocks) to the image tokens. Block arguments and results
-    travel under ComfyUI's names (``img``, ``txt``, ``vec``, ``pe``, ``attn_mask``), so that patches written for
-    core's models fit.
+    It says in a copy of the options which block is running, lets a replacement take a block's place, runs the patches
+    after it and adds the residuals of a control to the image tokens. Arguments and results of blocks travel under
+    ComfyUI's names, so that patches written for core's models fit.
     """
+
+    # Options: block_type, block_index, total_blocks, patches_replace["dit"][(kind_block, i)], patches[kind_block].
+    # Residuals: "input" for double, "output" for single blocks. Names: img, txt, vec, pe, attn_mask.
 
     def __init__(self, kind: str, total: int, transformer_options: dict, control: dict | None, model=None):
         self.name = f"{kind}_block"
@@ -69,7 +70,8 @@ class BlockLoop:
         self.checkpointing = model is not None and model.gradient_checkpointing and torch.is_grad_enabled()
 
     def run(self, index: int, block: Callable[..., dict], args: dict) -> dict:
-        """args: the block's inputs by name; block(**args) returns the changed ones ({"img": ...[, "txt": ...]})."""
+        """The block gets its inputs by name, and returns those that it changed."""
+        # block(**args) -> {"img": ...} or {"img": ..., "txt": ...}
         self.options["block_index"] = index
         args = {**args, "transformer_options": self.options}
 

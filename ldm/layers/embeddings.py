@@ -14,12 +14,13 @@ COMPLEX_DEVICES = ("cpu", "cuda")
 def sinusoidal_embedding(
     values: torch.Tensor, dim: int, *, max_period: float = 10000.0, scale: float = 1.0, cos_first: bool = True
 ) -> torch.Tensor:
-    """Sinusoids of a scalar, float32.
+    """Sinusoids of a scalar in float32: all cosines and then all sines, or the other way round.
 
-    values: [B] of any float dtype. Returns [B, dim]: cosines then sines (``cos_first``) of ``scale * (value * f)``
-    with f from 1 down to 1 / max_period. The order of the products is the diffusers embedding's: with scale 1000 the
-    angles are so large that another order moves the result by up to 6e-5.
+    The frequencies fall from one to the inverse of the longest period. The order of the products is that of diffusers'
+    embedding: with a large scale the angles are so large that another order would show in the result.
     """
+    # values [B] of any float dtype -> [B, dim] of scale * (value * f), f from 1 down to 1 / max_period. With scale 1000
+    # another order moves the result by up to 6e-5.
     half = dim // 2
     exponent = torch.arange(half, dtype=torch.float32, device=values.device) * -math.log(max_period) / half
     angles = scale * (values.float()[:, None] * torch.exp(exponent))
@@ -33,20 +34,19 @@ def axis_frequencies(dim: int, theta: float) -> list[float]:
 
 
 def grid_rope(
-    sizes: tuple[int, ...],
-    axes_dim: tuple[int, ...],
+    sizes: tuple[int, ...],  # (rows, columns, ...)
+    axes_dim: tuple[int, ...],  # how many channels each axis rotates, each even
     theta: float,
     device: torch.device,
     *,
     offsets: tuple[float, ...] | None = None,
     scales: tuple[float, ...] | None = None,
 ) -> torch.Tensor:
-    """Rotary angles of a row-major grid.
+    """Rotary angles of a grid, row by row: cosine and sine of the angle of each pair of channels, in float32.
 
-    sizes: (rows, columns, ...); axes_dim: how many channels each axis rotates (each even). Positions count from 0;
-    ``offsets`` and ``scales`` shift and stretch them per axis. Returns float32 [prod(sizes), sum(axes_dim) // 2, 2]:
-    cosine and sine of each pair's angle.
+    Positions count from zero; offsets and scales shift and stretch them, axis by axis.
     """
+    # [prod(sizes), sum(axes_dim) // 2, 2]
     angles = []
     for axis, (size, dim) in enumerate(zip(sizes, axes_dim, strict=True)):
         position = torch.arange(size, dtype=torch.float32, device=device)
@@ -64,10 +64,11 @@ def grid_rope(
 
 
 def rotate_pairs(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring channels (0, 1), (2, 3), ... ("interleaved" rotary embedding), in float32.
+    """Rotate neighbouring channels by pairs, which is the interleaved rotary embedding, in float32.
 
-    x: [..., L, H, D] (heads after positions); rope: [L, D // 2, 2] from ``grid_rope``. Returns x's shape and dtype.
+    Heads come after positions. The result has the shape and the dtype of what was given.
     """
+    # x [..., L, H, D]; rope [L, D // 2, 2] from `grid_rope`; pairs (0, 1), (2, 3), ...
     pairs = x.float().unflatten(-1, (-1, 2))
     if x.device.type in COMPLEX_DEVICES and not torch.compiler.is_compiling():
         turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope)[:, None])
@@ -79,10 +80,11 @@ def rotate_pairs(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_halves(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate channel i with channel i + D / 2 ("split-half" rotary embedding), in float32.
+    """Rotate each channel of the first half with its like in the second, in float32.
 
-    x: [..., L, H, D] (heads after positions); rope: [L, D // 2, 2], cosine and sine. Returns x's shape and dtype.
+    Heads come after positions. The result has the shape and the dtype of what was given.
     """
+    # x [..., L, H, D]; rope [L, D // 2, 2], cosine and sine; pairs (i, i + D / 2).
     cos, sin = rope[:, None, :, 0], rope[:, None, :, 1]
     a, b = x.float().chunk(2, dim=-1)
     turned = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)

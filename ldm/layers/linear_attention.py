@@ -10,11 +10,14 @@ EPS = 1e-15
 
 
 def linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q, k, v: [B, L, H, D], heads after positions, of any float dtype. Returns [B, L, H * D] of the same dtype.
+    """The mean of the values, weighted by the products of query and keys without their negative parts.
 
-    out_i = sum_j (relu(q_i) . relu(k_j)) v_j / sum_j relu(q_i) . relu(k_j), in float32: the sums run over all tokens
-    (16384 in a 4K picture) and overflow float16. Source: Sana (arXiv 2410.10629), EfficientViT (arXiv 2205.14756).
+    Heads come after positions, and are joined in the result, which has the dtype that was given. The sums run over all
+    tokens and would overflow half precision, so they are taken in float32.
     """
+    # q, k, v [B, L, H, D] -> [B, L, H * D]:
+    # out_i = sum_j (relu(q_i) . relu(k_j)) v_j / sum_j relu(q_i) . relu(k_j). A 4K picture has 16384 tokens.
+    # Source: Sana (arXiv 2410.10629), EfficientViT (arXiv 2205.14756).
     dtype = v.dtype
     q, k, v = (t.float().transpose(1, 2) for t in (F.relu(q), F.relu(k), v))
     # The sum of weights rides along as one more channel: two small products instead of four.

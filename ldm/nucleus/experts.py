@@ -1,7 +1,8 @@
-"""A mixture of experts in which every expert chooses its tokens ("expert choice", arXiv 2202.09368).
+"""A mixture of experts in which every expert chooses its tokens.
 
 All experts take equally many tokens, so one batched product per bank computes them all.
 """
+# Source: "expert choice", arXiv 2202.09368.
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Nucleus-Image (Nucleus AI): image tokens attend to themselves and to text that is never updated; sparse experts.
+"""Nucleus-Image: image tokens attend to themselves and to text that is never updated; its experts are sparse.
 
-Keys and constructor arguments are those of the published (diffusers) layout, except that expert banks are layers (see
-experts.py). Facts: diffusers' NucleusMoEImageTransformer2DModel 0.42.1; verified stage by stage against it.
+Keys and constructor arguments are those of the published layout, except that banks of experts are layers.
 """
+# By Nucleus AI; the layout is that of diffusers; for the banks see experts.py.
+# Facts: diffusers' NucleusMoEImageTransformer2DModel 0.42.1; verified stage by stage against it.
 
 from __future__ import annotations
 
@@ -48,12 +49,12 @@ def moe_layers(strategy: str, num_layers: int) -> tuple[bool, ...]:
 def joint_rope(
     rows: int, columns: int, text_length: int, axes_dim: tuple[int, int, int], device: torch.device
 ) -> torch.Tensor:
-    """Rotary angles of a picture's tokens, then of a text's: float32 [rows * columns + text_length, D / 2, 2].
+    """Rotary angles of a picture's tokens, then of a text's, in float32.
 
-    Pictures are centred, an odd one reaches one further up and left than down and right (5 rows: -3 .. 1; Qwen-Image's
-    tables, otherwise the same, have -2 .. 2). Text tokens stand on the diagonal behind the picture's longer half;
-    padding counts.
+    Pictures are centred; an odd one reaches one further up and left than down and right. Text tokens stand on the
+    diagonal behind the picture's longer half; padding counts.
     """
+    # [rows * columns + text_length, D / 2, 2]. 5 rows are -3 .. 1; in Qwen-Image's tables, otherwise the same, -2 .. 2.
     image = grid_rope(
         (1, rows, columns), axes_dim, THETA, device, offsets=(0, rows // 2 - rows, columns // 2 - columns)
     )

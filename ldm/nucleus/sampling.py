@@ -1,4 +1,5 @@
-"""Nucleus-Image's guidance. Source: diffusers' NucleusMoEImagePipeline 0.42.1."""
+"""Nucleus-Image's guidance."""
+# Source: diffusers' NucleusMoEImagePipeline 0.42.1.
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""PRX and PRXPixel (Photoroom): image tokens attend to themselves and to text that is projected once and never updated.
+"""PRX: image tokens attend to themselves and to text that is projected once and never updated.
 
-Keys and constructor arguments are those of the published (diffusers) layout. Facts: the Photoroom/PRX trainer and
-diffusers' PRXTransformer2DModel 0.42.1; verified stage by stage against the latter.
+Keys and constructor arguments are those of the published layout.
 """
+# By Photoroom, PRXPixel too; the layout is that of diffusers. Facts: the Photoroom/PRX trainer and diffusers'
+# PRXTransformer2DModel 0.42.1; verified stage by stage against the latter.
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ EPS = 1e-6
 
 
 def modulated_norm(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """LayerNorm without weights, then (1 + scale) * x + shift. x: [B, L, D]; shift, scale: [B, 1, D]."""
+    """A layer norm without weights, then scaled by one more than the scale, and shifted."""
+    # x [B, L, D]; shift, scale [B, 1, D].
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=EPS), 1 + scale)
 
 
@@ -178,11 +180,19 @@ class PRXTransformer2DModel(DiffusionTransformer):
         )
         self.final_layer = FinalLayer(hidden_size, patch_dim, operations=operations, **factory)
 
-    def _forward(self, x, timesteps, context, attention_mask=None, transformer_options=None, control=None, **_):
-        """x: [B, C, H, W] noisy latent (PRX) or picture in [-1, 1] (PRXPixel); timesteps: [B] flow time 0..1, float32;
-        context: [B, L, context_in_dim]; attention_mask: [B, L], nonzero = a real token, or None.
+    def _forward(
+        self,
+        x,  # [B, C, H, W], the noisy latent (PRX) or picture in [-1, 1] (PRXPixel)
+        timesteps,  # [B], flow time 0..1, float32
+        context,  # [B, L, context_in_dim]; L may be 0
+        attention_mask=None,  # [B, L], nonzero = a real token, or None
+        transformer_options=None,
+        control=None,
+        **_,
+    ):
+        """The velocity, which is noise minus data, or of the model that works on pixels the clean picture; in the shape
+        of what was given.
 
-        Returns [B, C, H, W]: the velocity noise - data (PRX) or the clean picture x0 (PRXPixel). L may be 0.
         Other conditions that a host hands to every model are not this model's and are not read.
         """
         height, width = x.shape[-2:]

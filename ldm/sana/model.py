@@ -1,9 +1,11 @@
-"""Sana, SANA-1.5 and SANA-Sprint (NVIDIA, MIT HAN Lab): linear attention inside the picture, softmax attention to text.
+"""Sana and its descendants: linear attention inside the picture, softmax attention to text.
 
-Depthwise convolutions in the feed-forward tell a token where it is; only 2K and 4K checkpoints add a position table.
-Keys and constructor arguments are those of the published (diffusers) layout. Facts: the Sana papers (arXiv 2410.10629,
-2501.18427, 2503.09641) and diffusers' SanaTransformer2DModel 0.42.1; verified stage by stage against the latter.
+Depthwise convolutions in the feed-forward tell a token where it is; only checkpoints for large pictures add a table of
+positions. Keys and constructor arguments are those of the published layout.
 """
+# Sana, SANA-1.5 and SANA-Sprint, by NVIDIA and MIT HAN Lab; large pictures: 2K and 4K; the layout is that of diffusers.
+# Facts: the Sana papers (arXiv 2410.10629, 2501.18427, 2503.09641) and diffusers' SanaTransformer2DModel 0.42.1;
+# verified stage by stage against the latter.
 
 from __future__ import annotations
 
@@ -210,7 +212,8 @@ class SanaTransformerBlock(torch.nn.Module):
         self.scale_shift_table = torch.nn.Parameter(torch.empty(6, dim, **factory))
 
     def forward(self, img, txt, vec, size, attn_mask=None, transformer_options=None):
-        """img: [B, rows * columns, D]; txt: [B, L, D]; vec: [B, 6, D]; size: (rows, columns); attn_mask: [B, L]."""
+        """The image tokens, changed; the text stays as it is."""
+        # img [B, rows * columns, D]; txt [B, L, D]; vec [B, 6, D]; size (rows, columns); attn_mask [B, L].
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = table_rows(self.scale_shift_table, vec)
         img = torch.addcmul(img, gate_attn, self.attn1(modulate(self.norm1(img), shift_attn, scale_attn)))
         # The text is read from the residual stream as it is: the block's second norm belongs to the feed-forward.
@@ -220,11 +223,10 @@ class SanaTransformerBlock(torch.nn.Module):
 
 
 class SanaTransformer2DModel(DiffusionTransformer):
-    """One module for all: SANA-1.5 and Sprint have ``qk_norm``, Sprint ``guidance_embeds``, 2K and 4K checkpoints
-    ``interpolation_scale`` (and ``sample_size``, which nothing else reads).
+    """One module for all of them, which differ by options.
 
-    ``timestep_scale`` and ``guidance_embeds_scale`` are kept for the host, which multiplies the time and the guidance
-    with them before the call, as the reference's pipelines do.
+    The scales of time and guidance are kept for the host, which multiplies with them before the call, as the pipelines
+    of the reference do.
     """
 
     repeated_blocks = ("SanaTransformerBlock",)
@@ -242,14 +244,14 @@ class SanaTransformer2DModel(DiffusionTransformer):
         caption_channels=2304,
         mlp_ratio=2.5,
         attention_bias=False,
-        sample_size=32,
+        sample_size=32,  # read for the position table alone
         patch_size=1,
         norm_elementwise_affine=False,
         norm_eps=1e-6,
-        interpolation_scale=None,
-        guidance_embeds=False,
+        interpolation_scale=None,  # of 2K and 4K checkpoints
+        guidance_embeds=False,  # of Sprint
         guidance_embeds_scale=0.1,
-        qk_norm=None,
+        qk_norm=None,  # of SANA-1.5 and Sprint
         timestep_scale=1.0,
         device=None,
         dtype=None,
@@ -301,20 +303,18 @@ class SanaTransformer2DModel(DiffusionTransformer):
 
     def _forward(
         self,
-        x,
-        timesteps,
-        context,
-        attention_mask=None,
+        x,  # [B, C, H, W], the noisy latent
+        timesteps,  # [B], float32: 0..1000 (Sana, SANA-1.5) or the flow time 0..1 (Sprint)
+        context,  # [B, L, caption_channels]
+        attention_mask=None,  # [B, L], nonzero = a real token, or None
         transformer_options=None,
         control=None,
-        guidance=None,
+        guidance=None,  # [B], Sprint only: guidance scale times `guidance_embeds_scale`
         **_,
     ):
-        """x: [B, C, H, W] noisy latent; timesteps: [B], float32, 0..1000 (Sana, SANA-1.5) or the flow time 0..1
-        (Sprint); context: [B, L, caption_channels]; attention_mask: [B, L], nonzero = a real token, or None;
-        guidance: [B], Sprint only, guidance scale times ``guidance_embeds_scale``.
+        """The velocity, which is noise minus data, in the shape of the latent. Raises ValueError when a distilled model
+        gets no guidance.
 
-        Returns [B, C, H, W]: the velocity noise - data. Raises ValueError when a Sprint model gets no guidance.
         Other conditions that a host hands to every model are not this model's and are not read.
         """
         height, width = x.shape[-2:]

@@ -8,12 +8,14 @@ import torch
 def position_table(
     size: tuple[int, int], dim: int, base_size: int, interpolation_scale: float, device: torch.device
 ) -> torch.Tensor:
-    """Sines and cosines of column (first half of the channels) and row (second half), float32 [rows * columns, dim].
+    """Sines and cosines in float32: of the column in the first half of the channels, of the row in the second.
 
-    size: (rows, columns). Positions run from 0 to base_size / interpolation_scale whatever the size, so a larger
-    picture has them closer together. Per axis: dim / 4 sines, then as many cosines, of position / 10000 ** (4 i / dim).
-    Source: diffusers' get_2d_sincos_pos_embed 0.42.1, which computes the angles in float64.
+    Positions run over the same range whatever the size, so a larger picture has them closer together. For each axis the
+    sines come first, then as many cosines.
     """
+    # size (rows, columns) -> [rows * columns, dim]. Positions: 0 to base_size / interpolation_scale. Per axis dim / 4
+    # sines, then cosines, of position / 10000 ** (4 i / dim).
+    # Source: diffusers' get_2d_sincos_pos_embed 0.42.1, which computes the angles in float64.
     quarter = dim // 4
     frequencies = torch.tensor([10000.0 ** (-i / quarter) for i in range(quarter)], dtype=torch.float32, device=device)
 

@@ -1,12 +1,15 @@
-"""SANA-Sprint's sampling (sCM, "TrigFlow"), seen as an ordinary flow.
+"""The sampling of SANA-Sprint, seen as an ordinary flow.
 
-Sprint's publisher walks along an angle t from pi/2 (noise) to 0: x_t = cos(t) x0 + sin(t) noise, everything scaled by
-sigma_data. Divided by cos(t) + sin(t) this is the straight path x_s = (1 - s) x0 + s noise of every flow model, with
-s = sin(t) / (sin(t) + cos(t)). In s the network's input is x_s itself, its output the velocity noise - x0, its time s
-(not times 1000), and one step of the publisher's sampler is: x0 = x_s - s v, then new noise at the next s. That is an
-LCM step on a flow without shift; sigma_data cancels. Facts: diffusers' SCMScheduler and SanaSprintPipeline 0.42.1,
-compared with both beside ours; arXiv 2410.11081, 2503.09641.
+Its publisher walks along an angle, from a right one, which is noise, down to zero, and mixes data and noise by cosine
+and sine. Divided by the sum of both this is the straight path of every flow model. There the network's input is the
+mixture itself, its output the velocity, and one step of the publisher's sampler goes to the clean latent and then adds
+new noise at the next time. That is a step of the sampler for consistency models, on a flow without shift.
 """
+# sCM, "TrigFlow": x_t = cos(t) x0 + sin(t) noise, t from pi/2 to 0, everything scaled by sigma_data, which cancels.
+# Divided by cos(t) + sin(t): x_s = (1 - s) x0 + s noise with s = sin(t) / (sin(t) + cos(t)). In s the network's time is
+# s (not times 1000), its output noise - x0, and a step (LCM's) is x0 = x_s - s v, then new noise at the next s.
+# Facts: diffusers' SCMScheduler and SanaSprintPipeline 0.42.1, compared with both beside ours; arXiv 2410.11081,
+# 2503.09641.
 
 from __future__ import annotations
 
@@ -40,8 +43,9 @@ def sprint_angles(steps: int) -> list[float]:
 
 
 def sprint_sigmas(steps: int) -> list[float]:
-    """``sprint_angles`` as flow times, for an LCM sampler: 2 steps are 1, 0.7827, 0. Clipped to 1, which moves the
-    first by 4e-6."""
+    """The publisher's angles as flow times, for the sampler of consistency models. None is above one, which moves the
+    first by next to nothing."""
+    # 2 steps are 1, 0.7827, 0; the first moves by 4e-6.
     return [min(flow_time(angle), 1.0) for angle in sprint_angles(steps)]
 
 
@@ -56,10 +60,8 @@ def noised(x0: torch.Tensor, noise: torch.Tensor, time: float) -> torch.Tensor:
 
 
 def trigflow_output(x: torch.Tensor, velocity: torch.Tensor, time: float) -> torch.Tensor:
-    """What the publisher's scheduler takes as the model's output (for sigma_data = 1): x0 = cos(t) x_t - sin(t) F.
-
-    x: x_s, the network's input; velocity: its output; time: s.
-    """
+    """What the publisher's scheduler takes as the model's output, from the network's input, its output and its time."""
+    # For sigma_data = 1: F of x0 = cos(t) x_t - sin(t) F, from x_s, the velocity and s.
     norm = math.sqrt(time**2 + (1.0 - time) ** 2)
     return ((1.0 - 2.0 * time) * x + (1.0 - 2.0 * time + 2.0 * time**2) * velocity) / norm
 
