@@ -16,14 +16,10 @@ from .rotation import rotated
 
 __all__ = ["e2m1_codes", "packed_high_first", "packed_low_first", "peak_of", "quantize_fast", "tiled"]
 
-_BITS = {
-    torch.bfloat16: (torch.int16, 0x7FFF),
-    torch.float16: (torch.int16, 0x7FFF),
-    torch.float32: (torch.int32, 0x7FFFFFFF),
-    torch.float64: (torch.int64, 0x7FFFFFFFFFFFFFFF),
-}
-# Numbers whose copies a processor's cache holds.
-_NEAR = 1 << 18
+_BITS = {torch.bfloat16: (torch.int16, 0x7FFF), torch.float32: (torch.int32, 0x7FFFFFFF)}
+# Integers of a float's width, and numbers of which a processor's cache holds a copy.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NEAR = 1 << 19
 
 
 def _magnitudes(weight: torch.Tensor) -> torch.Tensor:
@@ -33,9 +29,18 @@ def _magnitudes(weight: torch.Tensor) -> torch.Tensor:
 
 
 def peak_of(weight: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, without dimensions, in the weight's own float type; NaN or infinite where a weight is."""
-    flat = weight.contiguous().view(-1)
-    return torch.stack([_magnitudes(part).amax() for part in flat.split(_NEAR)]).amax().view(weight.dtype)
+    """The largest magnitude, without dimensions, in the weight's own float type; NaN or infinite where a weight is.
+
+    Bits order like magnitudes: as numbers with a sign they have the largest positive weight on top, as numbers without
+    one the largest negative one. NumPy finds both faster than torch either, and wakes no other threads for it.
+    """
+    integer = _INTEGERS[weight.dtype.itemsize]
+    bits = weight.contiguous().view(-1).view(integer).numpy()
+    without_sign, largest = bits.view(f"u{bits.itemsize}"), 0
+    for start in range(0, len(bits), _NEAR):
+        positive, negative = bits[start : start + _NEAR].max(), without_sign[start : start + _NEAR].max()
+        largest = max(largest, int(positive), int(negative) & torch.iinfo(integer).max)
+    return torch.tensor(largest, dtype=integer).view(weight.dtype)
 
 
 def _row_scale(weight: torch.Tensor) -> torch.Tensor:
