@@ -103,5 +103,7 @@ def run_wrapped(inner, x, timesteps, context, attention_mask, transformer_option
     wrappers = comfy.patcher_extension.get_all_wrappers(
         comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, transformer_options
     )
+    if wrappers:
+        x = x.clone()  # EasyCache adds to it, and in float32 it is the sampler's own
     executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(inner, inner.__self__, wrappers)
     return executor.execute(x, timesteps, context, attention_mask, transformer_options, **conditions)

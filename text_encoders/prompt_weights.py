@@ -16,6 +16,8 @@ from .tokenizer import Tokenizer
 
 _OPEN, _CLOSE = "\0\2", "\0\1"  # escaped parentheses while the others are being read
 
+LARGEST_WEIGHT = 65504.0
+
 # Where ComfyUI's own encoders put the vectors of a file of models/embeddings: at the start or after a space, up to the
 # next space or bracket; commas at the end are the prompt's.
 _EMBEDDING = r"(?:^|(?<=\s))embedding:([^\s<\[,][^\s<\[]*?)(?=,*(?:[\s<\[]|$))\s*"
@@ -26,6 +28,7 @@ def read_prompt(text: str, weights: bool = True) -> tuple[list[tuple[str, float]
 
     weights: False for a text whose parentheses are ordinary ones. "embedding:name" is left out as ComfyUI leaves out an
     embedding that does not exist: textual inversions are made for CLIP, and no word of the prompt.
+    Raises ValueError for a weight that no picture comes of: not a number, or none that float16 holds.
     """
     left_out: list[str] = []
 
@@ -35,7 +38,14 @@ def read_prompt(text: str, weights: bool = True) -> tuple[list[tuple[str, float]
 
     pieces = parse_weights(text) if weights else [(text, 1.0)]
     pieces = [(re.sub(_EMBEDDING, take, piece), weight) for piece, weight in pieces]
-    return [(piece, weight) for piece, weight in pieces if piece], left_out
+    pieces = [(piece, weight) for piece, weight in pieces if piece]
+    for piece, weight in pieces:
+        if not abs(weight) <= LARGEST_WEIGHT:
+            raise ValueError(
+                f"the prompt gives {piece.strip()[:40]!r} a weight of {weight:g}, with which no picture can be computed; "
+                "write one like (word:1.3)"
+            )
+    return pieces, left_out
 
 
 def embeddings_left_out(names: list[str]) -> str:

@@ -227,7 +227,7 @@ class CogView4Transformer2DModel(DiffusionTransformer):
             )
         dim = num_attention_heads * attention_head_dim
         self.patch_size = patch_size
-        self.in_channels = in_channels
+        self.in_channels, self.out_channels = in_channels, out_channels
         self.head_dim = attention_head_dim
         self.rope_axes_dim = tuple(rope_axes_dim)
         self.pos_embed_max_size = pos_embed_max_size
@@ -239,7 +239,7 @@ class CogView4Transformer2DModel(DiffusionTransformer):
             CogView4TransformerBlock(dim, num_attention_heads, time_embed_dim, **factory) for _ in range(num_layers)
         )
         self.norm_out = FinalNorm(time_embed_dim, dim, **factory)
-        self.proj_out = operations.Linear(dim, out_channels * patch_size**2, device=device, dtype=dtype)
+        self.proj_out = operations.Linear(dim, self.out_channels * patch_size**2, device=device, dtype=dtype)
 
     def _forward(
         self,

@@ -173,6 +173,7 @@ class FLiteTransformer(DiffusionTransformer):
                 f"F-Lite: hidden_size {hidden_size} in {num_heads} heads does not give heads whose channels divide by 4"
             )
         self.patch_size = patch_size
+        self.in_channels = self.out_channels = in_channels
         self.head_dim = hidden_size // num_heads
         self.rope_base = rope_base
         self.gradient_checkpointing = gradient_checkpoint

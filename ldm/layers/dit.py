@@ -12,11 +12,14 @@ class DiffusionTransformer(torch.nn.Module):
     """Base class: ``forward`` goes through the host's wrapper if there is one, ``_forward`` is the model.
 
     ``repeated_blocks`` names the classes that a host may compile, offload or shard one by one; ``context_width`` is
-    that of the text states the model reads, None = not checked.
+    that of the text states the model reads, None = not checked. ``in_channels`` and ``out_channels`` count a latent's
+    channels, as nodes of ComfyUI expect them of a diffusion model.
     """
 
     repeated_blocks: tuple[str, ...] = ()
     context_width: int | None = None
+    in_channels: int
+    out_channels: int
     wrap_forward: Callable[..., torch.Tensor] | None = None
     gradient_checkpointing: bool = False
 

@@ -205,6 +205,7 @@ class NucleusMoEImageTransformer2DModel(DiffusionTransformer):
         if len(capacity_factors) != num_layers:
             raise ValueError(f"Nucleus-Image: {len(capacity_factors)} capacity_factors for {num_layers} blocks")
         self.patch_size = patch_size
+        self.in_channels, self.out_channels = in_channels // patch_size**2, out_channels or in_channels
         self.context_width = joint_attention_dim
         self.axes_dims_rope = tuple(axes_dims_rope)
         self.num_key_value_heads = kv_heads
@@ -233,8 +234,9 @@ class NucleusMoEImageTransformer2DModel(DiffusionTransformer):
             for i in range(num_layers)
         )
         self.norm_out = FinalNorm(dim, **factory)
-        out_dim = patch_size**2 * (out_channels or in_channels)
-        self.proj_out = operations.Linear(dim, out_dim, bias=False, device=device, dtype=dtype)
+        self.proj_out = operations.Linear(
+            dim, patch_size**2 * self.out_channels, bias=False, device=device, dtype=dtype
+        )
 
     def _forward(self, x, timesteps, context, attention_mask=None, transformer_options=None, control=None, **_):
         """x: [B, C, H, W] noisy latent, or [B, C, 1, H, W] as Wan's autoencoder counts it; timesteps: [B], 0..1;

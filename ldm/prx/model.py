@@ -155,6 +155,7 @@ class PRXTransformer2DModel(DiffusionTransformer):
                 f"sum(axes_dim {axes_dim}) = {sum(axes_dim)} channels"
             )
         self.patch_size = patch_size
+        self.in_channels = self.out_channels = in_channels
         self.axes_dim = axes_dim
         self.theta = theta
         self.time_factor = time_factor

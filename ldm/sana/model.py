@@ -269,6 +269,7 @@ class SanaTransformer2DModel(DiffusionTransformer):
         if interpolation_scale is not None and dim % 4:
             raise ValueError(f"Sana: a position table needs a width that 4 divides, and {dim} is none")
         self.patch_size = patch_size
+        self.in_channels, self.out_channels = in_channels, out_channels or in_channels
         self.context_width = caption_channels
         self.guidance_embeds_scale = guidance_embeds_scale
         self.timestep_scale = timestep_scale
@@ -299,7 +300,7 @@ class SanaTransformer2DModel(DiffusionTransformer):
         )
         self.scale_shift_table = torch.nn.Parameter(torch.empty(2, dim, **parameter))
         self.norm_out = operations.LayerNorm(dim, elementwise_affine=False, eps=FINAL_EPS, **parameter)
-        self.proj_out = operations.Linear(dim, patch_size**2 * (out_channels or in_channels), **parameter)
+        self.proj_out = operations.Linear(dim, patch_size**2 * self.out_channels, **parameter)
 
     def _forward(
         self,

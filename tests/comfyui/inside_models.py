@@ -3,8 +3,10 @@
 import comfy.ldm.modules.attention
 import comfy.lora
 import comfy.model_detection
+import comfy.sample
 import comfy.sd
 import comfy.sd1_clip
+import core_nodes
 import torch
 from inside_world import BASE, LOG, TEXT, TINY, VERSION, bytes_tensor, clip, model_call, part, state_dict, with_lora
 
@@ -86,6 +88,24 @@ def check_what_is_not_certain_about_an_adapter_is_not_said():
     assert weight_shape(model, key) == (128, 64)
     layer.in_features = None
     assert weight_shape(model, key) is None
+
+
+def check_cores_own_nodes_that_reach_into_a_model():
+    generator = torch.manual_seed(12)
+    positive, negative = ([[torch.randn(1, length, 32, generator=generator), {}]] for length in (5, 3))
+    picture = torch.zeros(1, 3, 48, 64)
+    noise = comfy.sample.prepare_noise(picture, 5)
+
+    def load():
+        return comfy.sd.load_diffusion_model(str(TINY))
+
+    def sample(model, steps=core_nodes.STEPS, cfg=1.0):
+        arguments = (steps, cfg, "euler", "simple", positive, negative, picture)
+        return comfy.sample.sample(model, noise, *arguments, disable_pbar=True, seed=5)
+
+    core_nodes.check_step_caches(load, sample)
+    core_nodes.check_a_wrapper_may_write_into_its_input(load, sample)
+    core_nodes.check_renormalized_guidance(load, lambda model: sample(model, 3, 4.0))
 
 
 def check_attention_is_right_with_masks_on_every_backend():

@@ -32,6 +32,7 @@ import comfy.sample  # noqa: E402
 import comfy.sd  # noqa: E402
 import comfy.utils  # noqa: E402
 import comfy_api.latest  # noqa: E402, F401
+import core_nodes  # noqa: E402
 import folder_paths  # noqa: E402
 import torch  # noqa: E402
 from comfy_api.torch_helpers import set_torch_compile_wrapper  # noqa: E402
@@ -228,6 +229,12 @@ def check_patches_of_other_packs_see_every_block():
     assert counts == {"replaced": 4, "after": 20, "wrapper": 4}, counts
     if "optimized_attention_override" in inspect.getsource(importlib.import_module("comfy.ldm.modules.attention")):
         assert seen == {("double", i, 5) for i in range(5)}, seen
+
+
+def check_cores_own_nodes_that_reach_into_a_model():
+    core_nodes.check_step_caches(lambda: load("ours"), lambda model: sample(model, cfg=1.0, steps=core_nodes.STEPS))
+    core_nodes.check_a_wrapper_may_write_into_its_input(lambda: load("ours"), lambda model: sample(model, cfg=1.0))
+    core_nodes.check_renormalized_guidance(lambda: load("ours"), sample)
 
 
 def check_a_compiled_block_with_experts_gives_the_same_latent():

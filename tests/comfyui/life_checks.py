@@ -7,6 +7,7 @@ import comfy.sample
 import comfy.sd
 import comfy.utils
 import comfyui_version
+import core_nodes
 import torch
 from quant_world import BASE, FORMATS, GRAPH, MODELS, RESULTS, WORST, error, host, load, part, same, saved, with_lora
 from safetensors.torch import load_file
@@ -82,6 +83,15 @@ def check_patches_of_other_packs_see_every_block(row):
     assert torch.equal(sample(patched, row, cfg=1.0), sample(load(row), row, cfg=1.0))
     assert counts == {"replaced": 3, "after": 3 * blocks, "wrapper": 3}, counts
     assert seen == {("double", i, blocks) for i in range(blocks)}, seen
+
+
+def check_cores_caches_of_steps_skip_some(row):
+    core_nodes.check_step_caches(lambda: load(row), lambda model: sample(model, row, cfg=1.0, steps=core_nodes.STEPS))
+    core_nodes.check_a_wrapper_may_write_into_its_input(lambda: load(row), lambda model: sample(model, row, cfg=1.0))
+
+
+def check_cores_renormalized_guidance_finds_its_channels(row):
+    core_nodes.check_renormalized_guidance(lambda: load(row), lambda model: sample(model, row))
 
 
 def repeated(module):

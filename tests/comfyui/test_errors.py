@@ -51,6 +51,13 @@ def test_our_loader_says_what_is_wrong_with_a_diffusion_model(server: Server, fi
     assert all(part in error.message for part in says), error.message
 
 
+def test_a_prompt_weight_that_is_no_number_is_an_error_of_its_node(server: Server):
+    error = error_of(server, text_to_latent(prompt="a (red:inf) cube"))
+
+    assert error.node == "positive"
+    assert "gives 'red' a weight of inf" in error.message
+
+
 @pytest.mark.parametrize("file", ["missing_layer.safetensors", "wrong_shape.safetensors"])
 def test_comfyuis_loader_refuses_our_damaged_models_with_the_same_words(server: Server, file: str):
     error = error_of(server, load_model(file, CORES))

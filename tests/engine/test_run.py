@@ -227,6 +227,14 @@ def test_a_textual_inversion_in_a_prompt_is_left_out_and_said(run):
     assert [note for note in result.notes if "embedding:bad-hands is left out of the prompt" in note]
 
 
+def test_a_prompt_weight_that_is_no_number_is_an_error_of_its_node(run, graph: dict):
+    from nativedit.engine.errors import NodeError
+
+    graph["positive"]["inputs"]["text"] = "a (red:1e999) cube"
+    with pytest.raises(NodeError, match=r"node positive CLIPTextEncode: .*gives 'red' a weight of inf"):
+        run(graph)
+
+
 def test_a_picture_for_looking_only_is_not_among_the_results(run, graph: dict, tmp_path: Path):
     graph["picture"] = node("PreviewImage", images=["decode", 0])
     result = run(graph)

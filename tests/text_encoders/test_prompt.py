@@ -220,5 +220,17 @@ def test_textual_inversions_are_no_words_of_the_prompt(text: str, pieces: list, 
     assert read_prompt(text) == (pieces, names)
 
 
+@pytest.mark.parametrize(
+    ("text", "weight"),
+    [("a (red:inf) cube", "inf"), ("a (red:1e999) cube", "inf"), ("a (red:-inf) cube", "-inf"),
+     ("a (red:nan) cube", "nan"), ("a (red:1e5) cube", "100000")],
+)  # fmt: skip
+def test_a_weight_that_no_picture_comes_of_is_refused(text: str, weight: str):
+    """ComfyUI reads these as numbers too, and its own models then give a black picture."""
+    with pytest.raises(ValueError, match=f"gives 'red' a weight of {weight}, with which .* write one like"):
+        read_prompt(text)
+    assert read_prompt(text, weights=False) == ([(text, 1.0)], [])
+
+
 def test_a_prompt_without_weights_keeps_its_parentheses_and_has_no_textual_inversions_either():
     assert read_prompt("(a embedding:one cube:1.2)", weights=False) == ([("(a cube:1.2)", 1.0)], ["one"])
