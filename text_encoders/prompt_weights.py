@@ -42,8 +42,8 @@ def read_prompt(text: str, weights: bool = True) -> tuple[list[tuple[str, float]
     for piece, weight in pieces:
         if not abs(weight) <= LARGEST_WEIGHT:
             raise ValueError(
-                f"the prompt gives {piece.strip()[:40]!r} a weight of {weight:g}, with which no picture can be computed; "
-                "write one like (word:1.3)"
+                f"the prompt gives {piece.strip()[:40]!r} a weight of {weight:g}, with which no picture can be "
+                "computed; write one like (word:1.3)"
             )
     return pieces, left_out
 
