@@ -95,24 +95,22 @@ class Host(Protocol):
 
     def load_diffusion_model(
         self,
-        file: str,
+        file: str,  # in diffusion_models, or "checkpoints/NAME", or "auto": the best one here for the architecture
         *,
-        architecture: str = AUTO,
-        precision: str = AS_STORED,
-        policy: str = CARD,
+        architecture: str = AUTO,  # a card's name or "auto"
+        precision: str = AS_STORED,  # "as stored", a dtype's name, or a quantization format
+        policy: str = CARD,  # which layers are quantized: "card", "generic" or a file in models/quantization_policies
+        # A budget in GB or in decibels, 0 = none.
         target_size: float = 0.0,
         min_sqnr: float = 0.0,
+        # Statistics of the layers' inputs, a file in the output folder, or "none"; they give input scales and weight
+        # the errors of a budget.
         calibration: str = NO_STATISTICS,
-        rounding: str = PLAIN_ROUNDING,
-        smooth: bool = False,
+        rounding: str = PLAIN_ROUNDING,  # one of quant.rounding.ROUNDING
+        smooth: bool = False,  # by the statistics, nvfp4 layers too
     ) -> Any:
-        """A MODEL. file: in diffusion_models, or "checkpoints/NAME", or "auto": the best one that is here for the
-        architecture; architecture: a card's name or "auto"; precision: "as stored", a dtype's name, or a quantization
-        format; policy: which layers are then quantized: "card", "generic" or a file in models/quantization_policies.
-        target_size (GB), min_sqnr (decibels): a budget, 0 = none; every layer then gets the format that serves it best,
-        precision or (as stored) any that the host holds. calibration: statistics of the layers' inputs, a file in the
-        output folder, or "none"; they give input scales and weight the errors of a budget; smooth: nvfp4 layers too.
-        rounding: one of ``quant.rounding.ROUNDING``."""
+        """A model. Within a budget every layer gets the format that serves it best: the precision named, or any that
+        the host holds where it is to be as stored."""
 
     def load_text_encoder(self, file: str, *, architecture: str = AUTO, precision: str = AS_STORED) -> Any:
         """A CLIP that encodes prompts the way ``architecture`` was trained with. file: "auto" as for models."""

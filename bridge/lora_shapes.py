@@ -7,6 +7,7 @@ line per layer and goes on without it. So only a product with another number of 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,15 +36,22 @@ def weight_shape(model: torch.nn.Module, key: str) -> Shape | None:
         layer = model.get_submodule(path)
     except AttributeError:
         return None
-    weight = getattr(layer, name, None)
+    weight = _held(layer, name)
     if type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.dtype in _PLAIN:
         return tuple(weight.shape)
     # Quantized, in a wrapper of another pack, or not loaded yet: the layer itself knows.
-    sizes = [getattr(layer, size, None) for size in ("out_features", "in_features")]
+    sizes = [getattr(layer, "out_features", None), getattr(layer, "in_features", None)]
     if name != "weight" or not all(isinstance(size, int) for size in sizes):
         return None
     experts = getattr(layer, "num_experts", None)
     return (*sizes,) if experts is None else (experts, *sizes)
+
+
+def _held(layer: torch.nn.Module, name: str) -> Any:
+    try:
+        return operator.attrgetter(name)(layer)
+    except AttributeError:
+        return None
 
 
 def _changed(patch: Any) -> Shape | None:

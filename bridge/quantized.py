@@ -73,7 +73,8 @@ def report_unknown_format(state_dict: Mapping[str, torch.Tensor], prefix: str) -
 
 
 def applies_input_factors() -> bool:
-    """Whether this ComfyUI multiplies a layer's input by its ``pre_quant_scale`` (0.30 and later)."""
+    """Whether this ComfyUI multiplies the input of a layer by factors that come with it."""
+    # By `pre_quant_scale`: from 0.30 on.
     return "pre_quant_scale" in comfy.quant_ops.QUANT_ALGOS.get("nvfp4", {}).get("parameters", ())
 
 

@@ -27,24 +27,21 @@ __all__ = ["CARD", "GENERIC", "Wish", "comfy_layout", "plan"]
 
 def plan(
     source: Source,
-    precision: str | None,
+    precision: str | None,  # None = as stored, a float type, or a quantization format
     *,
-    policy: str | os.PathLike | Mapping[str, Any] = CARD,
+    policy: str | os.PathLike | Mapping[str, Any] = CARD,  # "card", "generic", or a TOML file
     exclude: Iterable[str] = (),
     requantize: Mapping[str, Recipe] | None = None,
     device: str | torch.device | None = None,
-    detect: Callable[[Shapes], Any] = identity,
+    detect: Callable[[Shapes], Any] = identity,  # logical shapes -> anything comparable
     budget: Wish | None = None,
-    progress: Progress | None = None,
-    craft: Craft = PLAIN,
+    progress: Progress | None = None,  # of measuring
+    craft: Craft = PLAIN,  # how codes are made
 ) -> Plan:
-    """precision: None = as stored, a float type, or a quantization format. policy: "card", "generic", or a TOML file.
+    """How a model's weights become those of a precision, or of the formats that a budget allows: then every layer gets
+    the one that serves it best, the precision named or any.
 
-    budget: every layer gets the format that serves it best, precision or (None) any; ``progress`` of measuring. craft:
-    how codes are made.
-
-    The result of quantizing is detected as the same model: ``detect`` (logical shapes -> anything comparable) says so.
-    Raises FileError, QuantError, ValueError.
+    The result of quantizing is detected as the same model. Raises FileError, QuantError and ValueError.
     """
     if precision is None and (budget is None or not budget.given):
         if not requantize:

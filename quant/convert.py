@@ -63,45 +63,39 @@ def quantize(
     source: str | os.PathLike,
     destination: str | os.PathLike,
     *,
+    # A ComfyUI format name, the alias int8_convrot, or either with switches (`parse_recipe`); may come from the policy.
     format: str | Recipe | None = None,
     policy: str | os.PathLike | Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
-    progress: Progress | None = None,
-    card_policy: CardPolicy | None = None,
-    include: Iterable[str] = (),
+    progress: Progress | None = None,  # called with bytes done, bytes in all, and the layer
+    card_policy: CardPolicy | None = None,  # the architecture's rules
+    include: Iterable[str] = (),  # globs over layer names, as `exclude`
     exclude: Iterable[str] = (),
-    keep_edges: int = 0,
-    requantize: bool = False,
-    fast_matmul: bool = False,
+    keep_edges: int = 0,  # first and last blocks kept
+    requantize: bool = False,  # accepts a source that is quantized already
+    fast_matmul: bool = False,  # leaves out full_precision_matrix_mult of float8 layers
     hash_source: bool = False,
     dry_run: bool = False,
+    # Shapes -> an identity that the result must share with the source.
     detect: Callable[[Mapping[str, tuple[int, ...]]], Any] | None = None,
-    target_size: str | int | None = None,
-    min_sqnr: str | float | None = None,
-    formats: Iterable[str] = (),
-    limits: Limits | None = None,
-    measure: bool = False,
+    target_size: str | int | None = None,  # a budget: "6GB", of the finished file
+    min_sqnr: str | float | None = None,  # a budget: "35dB", see `allocation`
+    formats: Iterable[str] = (),  # to choose from within a budget; default: `format`, or all
+    limits: Limits | None = None,  # the device and the ComfyUI that must hold the result
+    measure: bool = False,  # notes every layer's error in the report without a budget too
+    # Layer -> mean square of each input channel, by which errors are then weighted.
     input_power: Mapping[str, torch.Tensor] | None = None,
-    groups: Callable[[], Iterable[Sequence[str]]] = tuple,
-    craft: Craft = PLAIN,
+    groups: Callable[[], Iterable[Sequence[str]]] = tuple,  # layers that must get the same format within a budget
+    craft: Craft = PLAIN,  # arithmetic, calibration and rounding of the layers that are quantized
 ) -> QuantizationReport:
     """Quantize the weights of a file or folder that the policy chooses; everything else is copied byte for byte.
 
-    ``format`` a ComfyUI format name, the alias ``int8_convrot``, or either with switches (`parse_recipe`); may come
-    from the policy file. ``card_policy`` the architecture's rules; ``include``/``exclude`` globs over layer names;
-    ``keep_edges`` first and last blocks kept; ``requantize`` accepts a source that is quantized already;
-    ``fast_matmul`` leaves out ``full_precision_matrix_mult`` of float8 layers; ``detect`` maps shapes to an identity
-    that the result must share with the source. ``progress(done_bytes, total_bytes, layer)``.
+    A budget chooses the format of each layer: one of size gives the best quality that fits, one of quality the smallest
+    file that keeps it.
 
-    A budget chooses the format of each layer: ``target_size`` ("6GB", of the finished file) gives the best quality that
-    fits, ``min_sqnr`` ("35dB", see `allocation`) the smallest file that keeps it; ``formats`` to choose from (default:
-    ``format``, or all), ``groups()`` of layers that must get the same one. ``limits``: the device and the ComfyUI that
-    must hold the result. ``measure`` notes every layer's error in the report without a budget too;
-    ``input_power`` layer -> mean square of each input channel, by which errors are then weighted. ``craft``: arithmetic
-    and calibration of the layers that are quantized.
-
-    Raises QuantError (source already quantized or unreadable, NaN weights), FileError, OutputError, ValueError
-    (unknown format, pattern without a match, a budget that can't be kept).
+    Raises QuantError when the source is quantized already, is unreadable or holds weights that are not numbers;
+    FileError; OutputError; and ValueError for an unknown format, a pattern without a match, or a budget that can't be
+    kept.
     """
     started = time.monotonic()
     target_device = device_named(device)

@@ -39,7 +39,7 @@ def layout_of(name: str) -> Any:
         from comfy_kitchen import tensor as kitchen
     except ImportError as error:
         raise ImportError(f"the format {name} needs comfy-kitchen (pip install comfy-kitchen): {error}") from error
-    layout = getattr(kitchen, fmt.layout, None)
+    layout = vars(kitchen).get(fmt.layout)
     if layout is None or not callable(getattr(layout, "quantize", None)):
         raise ImportError(
             f"the installed comfy-kitchen has no {fmt.layout}, which the format {name} needs; "
@@ -62,11 +62,12 @@ def require(name: str) -> None:
 
 
 def tensor_scale(recipe: Recipe, amax: torch.Tensor) -> torch.Tensor | None:
-    """The scale of the whole tensor from its largest magnitude (0-dim, in the weight's dtype), 0-dim fp32.
+    """The scale of the whole tensor from its largest magnitude; both are scalars, the scale one in float32.
 
-    None where the format has no such scale. Arithmetic as ComfyUI's: float8 and int8 divide in fp32, nvfp4 in the
-    weight's dtype. Never below the smallest normal number: the inverse would be infinite, and 0 * inf is NaN.
+    None where the format has no such scale. Arithmetic is that of ComfyUI: formats of whole bytes divide in float32,
+    the one of half bytes in the weight's dtype. Never below the smallest normal number, whose inverse is still finite.
     """
+    # float8 and int8 divide in fp32, nvfp4 in the weight's dtype, that of `amax`. 0 * inf would be NaN.
     if recipe.format == "nvfp4":
         scale = (amax / (_E4M3_MAX * _E2M1_MAX)).float()
     elif recipe.format == "float8_e4m3fn":
@@ -175,7 +176,7 @@ def dequantize_matrix(tensors: Mapping[str, torch.Tensor], recipe: Recipe, dtype
 def as_quantized_tensor(
     tensors: Mapping[str, torch.Tensor], recipe: Recipe, shape: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """comfy_kitchen's QuantizedTensor of logical ``shape`` [N, K], whose linear runs the format's own product."""
+    """A tensor of comfy_kitchen with the logical shape of a matrix, whose product runs in the format itself."""
     from comfy_kitchen.tensor import QuantizedTensor
 
     layout_of(recipe.format)

@@ -1,5 +1,5 @@
-"""ERNIE-Image and its turbo kind. The core of ComfyUI loads them, and diffusers names every weight alike."""
-# By Baidu, 8B.
+"""Two kinds of ERNIE-Image, one of them fast. ComfyUI's core loads both."""
+# ERNIE-Image and ERNIE-Image-Turbo, by Baidu, 8B. ComfyUI and diffusers name every weight alike.
 # Sources: ComfyUI 0.33.0 (class, detection, dtypes), diffusers 0.42.1 (class), the file names of
 # comfyui-workflow-templates-json 0.1.123.
 

@@ -1,4 +1,4 @@
-"""PRX in the latent space of FLUX.1's autoencoder. Its siblings in another latent space and in pixels have cards too."""
+"""PRX in the latent space of FLUX.1's autoencoder. Its siblings in another latent space and in pixels have cards."""
 # By Photoroom, 1.2B; the siblings are prx_dc_ae and prx_pixel.
 # Sources: the models' diffusers configurations, diffusers' PRXPipeline 0.42.1, Photoroom/PRX.
 
