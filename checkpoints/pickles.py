@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import pickle as torch_pickle
+from torch import serialization
 
 from ..files.dtypes import name_of
 from ..files.errors import FileError, NotSafetensors
@@ -41,7 +41,8 @@ class PickleSource(Source):
         headers = [Header(file, {}, own, 0, os.path.getsize(file)) for file, own in infos.items()]
         super().__init__(path, headers, config)
 
-    def _read(self, name: str, offset: int, count: int) -> torch.Tensor:
+    def _read(self, name: str, offset: int, count: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """What is mapped into memory is copied from there; ``into`` is not needed."""
         data = tensor_bytes(self._tensors[name])[offset : offset + count]
         return torch.frombuffer(bytearray(data), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
 
@@ -141,7 +142,7 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
     try:
         # Only the zip format can be mapped; older pickles are read into memory.
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (torch_pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (serialization.pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         reason = _reason(error)
         raise NotSafetensors(
             file,
