@@ -17,14 +17,14 @@ from .kernels import peak_of
 from .kitchen import has_tensor_scale, quantize_matrix, tensor_scale
 from .layer import Layer, dequantize_rows
 from .markers import checksum
-from .stream import RowRun, Task, Writing, read_run, row_runs
+from .stream import ROW_ALIGNMENT, RowRun, Task, Writing, read_run, row_runs
 from .workers import spread
 
 __all__ = ["Quantizer", "Rows", "compute_dtype"]
 
 # Weights quantized at once: bounds the temporaries, which are fp32 and several. On a CPU they should stay in its
 # caches: nvfp4 and mxfp8 take twice to three times as long on a whole weight.
-_BATCH_CPU = 1 << 20
+_BATCH_CPU = 1 << 19
 _BATCH_DEVICE = 64 << 20
 
 
@@ -177,7 +177,9 @@ class Quantizer:
 
     def _batch_rows(self) -> int:
         limit = _BATCH_CPU if self.device.type == "cpu" else _BATCH_DEVICE
-        return max(128, limit // max(self.rows.shape[-1], 1) // 128 * 128)
+        # Block scales are stored in tiles of so many rows; so are the rows of which a codebook is chosen at once.
+        step = ROW_ALIGNMENT if FORMATS[self.recipe.format].padding > 1 or self.recipe.codebook else 1
+        return max(step, limit // max(self.rows.shape[-1], 1) // step * step)
 
     def _batches(self, run: RowRun, weight: torch.Tensor) -> Iterator[tuple[RowRun, torch.Tensor]]:
         step = self._batch_rows()

@@ -54,10 +54,10 @@ def rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
     half = torch.mm(wide, inner).view(-1, outer.shape[0], inner.shape[0])
     sums = torch.matmul(outer, half, out=wide.view(half.shape)).view(-1, group)
     slack = _slack(weight.view(-1, group), sums)
-    result = (sums + slack).to(torch.bfloat16)
+    result = torch.add(sums, slack, out=half.view(sums.shape)).to(torch.bfloat16)
     other = sums.sub_(slack).to(torch.bfloat16)
-    # Whole words, and their extremes: torch compares small types one by one, which takes longer than the product.
-    differs = other.view(torch.int64).bitwise_xor_(result.view(torch.int64))
+    # Words of 32 bits and their extremes: torch compares numbers one by one, which takes longer than the product.
+    differs = other.view(torch.int32).bitwise_xor_(result.view(torch.int32))
     doubtful = (differs.amax(1) != differs.amin(1)).logical_or_(differs[:, 0] != 0).nonzero().view(-1)
     if doubtful.numel():
         result[doubtful] = rotated_at_once(weight.view(-1, group)[doubtful], group)
