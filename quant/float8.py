@@ -5,14 +5,17 @@ torch turns numbers into float8 one by one. Here sixteen at a time are rounded i
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 __all__ = ["float8_codes"]
 
 # Of bfloat16 and float32: integers of the same width, and how many bits the mantissa has.
 _WIDE = {torch.bfloat16: (torch.int16, 7), torch.float32: (torch.int32, 23)}
-# Bits of the mantissa, the exponent's bias, and where rounding would leave the largest number for the one above.
-_SHORT = {torch.float8_e4m3fn: (3, 7, 464.0), torch.float8_e5m2: (2, 15, 61440.0)}
+# Bits of the mantissa, the exponent's bias, and up to where everything is rounded to the largest number, not beyond.
+_SHORT = {torch.float8_e4m3fn: (3, 7, 460.0), torch.float8_e5m2: (2, 15, 61000.0)}
+_SMALLEST_NORMAL = sys.float_info.min
 # Numbers that are looked at together for one that has to be rounded once more.
 _BLOCK = 256
 
@@ -29,8 +32,8 @@ def float8_codes(weight: torch.Tensor, factor: torch.Tensor, peak: torch.Tensor,
     integer, mantissa = _WIDE[weight.dtype]
     kept, bias, beyond = _SHORT[dtype]
     shift, folded = mantissa - kept, float(factor) * 2.0 ** (bias - 127)
-    inside = 2.0**-126 <= folded < 2.0**100 and float(peak * factor) < beyond
-    if not inside or _loses_subnormals(weight.dtype):
+    inside = 2.0**-126 <= folded < 2.0**100 and float(peak) * float(factor) < beyond
+    if not inside or _loses_subnormals():
         return _plain(weight, factor, dtype)
     flat = weight.view(-1)
     bits = (flat * folded).view(integer)
@@ -55,6 +58,6 @@ def _plain(weight: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> to
     return (weight * factor).clamp_(-limit, limit).to(dtype)
 
 
-def _loses_subnormals(dtype: torch.dtype) -> bool:
-    """Whether the processor has been told to take subnormal numbers for zero."""
-    return bool((torch.full((), 2.0**-120, dtype=dtype) * 2.0**-9) == 0)
+def _loses_subnormals() -> bool:
+    """Whether this thread's processor has been told to take subnormal numbers for zero (Python's own too)."""
+    return _SMALLEST_NORMAL * 0.5 == 0.0
