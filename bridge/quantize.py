@@ -39,9 +39,10 @@ from ..supported_models import Match, Shapes, find_architecture
 from . import detection
 from .config import constructor_arguments, lost_by_shapes
 from .hooks import MARK, comfyui_version, loading
+from .model import NativeDiTModel
 from .progress import node_progress
 from .quantized import applies_input_factors, undo_unheld, unheld_layers
-from .weights import SAVED_PREFIX, diffusion_weights
+from .weights import SAVED_PREFIX, diffusion_weights, source_file
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +268,6 @@ def quantize_reporting(
     """
     title = f"the {type(patcher.model).__name__} model in the graph"
     refuse_unheld(title, precision, policy)
-    keep = tuple(keep)
     with patcher.use_ejected():
         weights, progress = diffusion_weights(patcher, title), node_progress()
         plan = transform.plan(
@@ -287,7 +287,7 @@ def quantize_reporting(
         log.warning("NativeDiT: quantized with what fits: %s", misfits)
     new = hand_over(title, tensors, {})
     _refuse_another_model(title, patcher, new)
-    return _with_model(patcher, new, (precision, policy, keep, budget, craft)), plan.report
+    return _with_model(patcher, new), plan.report
 
 
 def _refuse_another_model(title: str, old: Any, new: Any) -> None:
@@ -311,11 +311,9 @@ def _mean_the_same(model_config: Any, old: dict[str, Any], new: dict[str, Any]) 
     return not lost_by_shapes(card, old, new) and not lost_by_shapes(card, new, old)
 
 
-def _with_model(old: Any, new: Any, settings: tuple[Any, ...]) -> Any:
+def _with_model(old: Any, new: Any) -> Any:
     """A clone of ``old`` (options, hooks, sampling) around the model of ``new``."""
-    sampling = old.object_patches_backup.get("model_sampling", old.model.model_sampling)
-    new.model.model_type = old.model.model_type
-    new.model.model_sampling = copy.deepcopy(sampling)
+    _as_before(old, new)
     if "model_override" in inspect.signature(old.clone).parameters:
         clone = old.clone(model_override=new.get_clone_model_override())
     else:  # ComfyUI 0.8
@@ -324,24 +322,26 @@ def _with_model(old: Any, new: Any, settings: tuple[Any, ...]) -> Any:
     clone.hook_backup = {}
     clone.size = new.model_size()
     clone.patches, clone.patches_uuid, clone.parent = {}, uuid.uuid4(), None
-    init = getattr(old, "cached_patcher_init", None)
-    clone.cached_patcher_init = None if init is None else (_quantize_again, (init, dict(old.patches), *settings))
+    clone.cached_patcher_init = (_once_more, (source_file(old), new))
     return clone
 
 
-def _quantize_again(
-    init: tuple[Any, ...],
-    patches: dict[str, list],
-    precision: str | None,
-    policy: str,
-    keep: tuple[str, ...],
-    budget: Wish | None = None,
-    craft: Craft = PLAIN,
-    disable_dynamic: bool = False,
-) -> Any:
-    """The same MODEL once more, for nodes that want a copy on another device."""
-    later = {"disable_dynamic": True} if disable_dynamic else {}
-    patcher = init[0](*init[1], **later)
-    patcher = patcher[init[2]] if len(init) > 2 else patcher
-    patcher.patches = {key: list(value) for key, value in patches.items()}
-    return quantize_model(patcher, precision, policy, keep, budget, craft)
+def _once_more(file: str | None, patcher: Any, disable_dynamic: bool = False) -> Any:
+    """The same MODEL with weights of its own, for nodes that want a copy on another device. Made from the quantized
+    weights alone: whatever they were made from need not stay in memory. ``file`` is where a model's file is looked for.
+    """
+    title = f"the {type(patcher.model).__name__} model in the graph"
+    with patcher.use_ejected():
+        tensors = transform.plan(diffusion_weights(patcher, title).source, None).tensors()
+    copied = hand_over(title, tensors, {}, disable_dynamic=disable_dynamic)
+    _as_before(patcher, copied)
+    return copied
+
+
+def _as_before(old: Any, new: Any) -> None:
+    """What is known of a model beside its weights: how it is sampled, and the file whose name says which variant."""
+    sampling = old.object_patches_backup.get("model_sampling", old.model.model_sampling)
+    new.model.model_type = old.model.model_type
+    new.model.model_sampling = copy.deepcopy(sampling)
+    if isinstance(new.model, NativeDiTModel):
+        new.model.nativedit_file = old.model.nativedit_file

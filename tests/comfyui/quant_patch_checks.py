@@ -218,6 +218,21 @@ def check_once_a_copy_for_another_gpu_has_the_same_codes():
         assert digest(model) == wanted
 
 
+def check_once_a_quantized_model_knows_the_file_it_is_from():
+    """Its name says which variant it is, and its header's other entries go along."""
+    files = part("bridge.sample").file_of
+    for row in (ROWS[0], "prx_pixel"):
+        model = load(row)
+        if files(model) is None:  # ComfyUI 0.8 does not remember the files of its own models
+            continue
+        quantized = host.quantize_model(model, precision=EIGHT)
+        assert files(quantized) == files(model) and files(model).endswith(f"{row}.safetensors")
+        again = host.quantize_model(quantized.clone(), precision=EIGHT)
+        assert files(again) == files(model)
+        if hasattr(model, "deepclone_multigpu"):
+            assert files(again.deepclone_multigpu(new_load_device=CPU)) == files(model)
+
+
 def check_once_a_chain_of_six_merges_is_saved_as_it_runs():
     row = ROWS[0]
     merged, other = load(row), with_lora(load(row))
