@@ -52,6 +52,13 @@ class Graph:
     workflow: dict[str, Any] | None = None
     # Where that JSON keeps a seed: (node id, input) -> (container, key).
     seed_places: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
+    # Links of that JSON which lead nowhere: (node id, input) -> why.
+    lost: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def why_lost(self, node_id: str, key: str) -> str:
+        """What to add to a message on an input that is not set; empty when nothing was ever connected to it."""
+        reason = self.lost.get((node_id, key))
+        return f": {reason}" if reason else ""
 
     def prompt(self) -> dict[str, Any]:
         """API-format JSON of the graph, as ComfyUI writes it into pictures."""

@@ -150,7 +150,9 @@ def _node_problems(graph: Graph, node_errors: dict[str, Any]) -> list[str]:
         node = graph.nodes.get(node_id)
         name = node.name if node else f"node {node_id} {found.get('class_type', '')}"
         for error in found.get("errors", ()):
-            problems.append(f"{name}: {_joined(error.get('message', 'refused'), error.get('details'))}")
+            told = (error.get("extra_info") or {}).get("input_name")
+            problem = _joined(error.get("message", "refused"), error.get("details"))
+            problems.append(f"{name}: {problem}{graph.why_lost(node_id, told)}")
     return problems
 
 

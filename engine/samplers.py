@@ -36,7 +36,7 @@ Sampler = Callable[[Model, torch.Tensor, torch.Tensor, Run], torch.Tensor]
 
 def _noise(x: torch.Tensor, run: Run) -> Callable[[], torch.Tensor]:
     """Noise for ancestral steps. On a CPU the initial noise comes from the same generator, hence another seed."""
-    generator = torch.Generator(device=x.device).manual_seed(run.seed + (x.device.type == "cpu"))
+    generator = torch.Generator(device=x.device).manual_seed((run.seed + (x.device.type == "cpu")) % 2**64)
     return lambda: torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
 
 

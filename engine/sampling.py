@@ -110,7 +110,7 @@ def sample(
         mask = fit_mask(mask.to(device), latent.shape)
         kept_noise = noise
         if sampler == "ddim":
-            kept_noise = noise_for(latent, seed + 1).to(device)
+            kept_noise = noise_for(latent, (seed + 1) % 2**64).to(device)
 
         def function(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
             kept = flow.noisy(per_item(sigma, x.ndim), kept_noise, latent)

@@ -57,11 +57,19 @@ class _Scope:
         return None
 
 
+@dataclass
 class _Value:
-    """A literal that stands where a link was: a primitive's, or a promoted widget's."""
+    """A literal that stands where a link was: a primitive's, or a promoted widget's. drawn: a seed is drawn anew."""
 
-    def __init__(self, value: Any):
-        self.value = value
+    value: Any
+    drawn: bool = False
+
+
+@dataclass
+class _Lost:
+    """A link that leads nowhere, with the reason."""
+
+    reason: str
 
 
 def graph_from_ui(source: str, data: Mapping[str, Any], widgets: Widgets) -> Graph:
@@ -133,7 +141,10 @@ def _convert(scope: _Scope, node: dict[str, Any], widgets: Widgets, graph: Graph
     for slot, given in enumerate(node.get("inputs") or ()):
         found = _arriving(scope, str(node["id"]), slot)
         if isinstance(found, _Value):
-            converted.inputs[given["name"]] = found.value
+            drawn = found.drawn and given["name"] in SEEDS
+            converted.inputs[given["name"]] = -1 if drawn else found.value
+        elif isinstance(found, _Lost):
+            graph.lost[converted.id, given["name"]] = found.reason
         elif found is not None:
             converted.inputs[given["name"]] = found
     return converted
@@ -155,36 +166,45 @@ def _widget_values(node: Mapping[str, Any], declared: list[WidgetInput] | None):
         follows = values[position] if position < len(values) else None
         if (widget.controlled or widget.name in SEEDS) and follows in AFTER_GENERATE:
             position += 1
-            value = -1 if follows == "randomize" else value
+            value = -1 if follows == "randomize" and widget.name in SEEDS else value
         yield widget.name, value, place
 
 
-def _arriving(scope: _Scope, node_id: str, slot: int) -> Link | _Value | None:
-    """What an input slot gets, followed back to a node that runs. None: nothing, the widget's own value stays."""
+def _arriving(scope: _Scope, node_id: str, slot: int) -> Link | _Value | _Lost | None:
+    """What an input slot gets, followed back to a node that runs. None: nothing is connected."""
     start = scope.into(node_id, slot)
     return None if start is None else _leaving(scope, *start)
 
 
-def _leaving(scope: _Scope, node_id: str, slot: int) -> Link | _Value | None:
+def _leaving(scope: _Scope, node_id: str, slot: int) -> Link | _Value | _Lost | None:
     if node_id == GRAPH_INPUT:
         assert scope.outer is not None and scope.instance is not None
         found = _arriving(scope.outer, str(scope.instance["id"]), slot)
-        return _promoted(scope, slot) if found is None else found
+        return _promoted(scope, slot) or found if found is None or isinstance(found, _Lost) else found
     node = scope.nodes.get(node_id)
-    if node is None or node.get("mode", 0) == MUTED:
-        return None
+    if node is None:
+        return _Lost(f"node {scope.prefix}{node_id}, which gave it, is not in the file")
+    if node.get("mode", 0) == MUTED:
+        return _Lost(f"{_called(scope, node_id)}, which gave it, is muted")
     if node.get("mode", 0) == BYPASSED:
         passed = _passed_through(node, slot)
-        return None if passed is None else _arriving(scope, node_id, passed)
+        found = None if passed is None else _arriving(scope, node_id, passed)
+        return found or _Lost(f"{_called(scope, node_id)}, which gave it, is bypassed and gets none to hand on")
     if node_id in scope.inner:
         return _arriving(scope.inner[node_id], GRAPH_OUTPUT, slot)
     if node["type"] == "Reroute":
         return _arriving(scope, node_id, 0)
     if node["type"] == "PrimitiveNode":
         values = node.get("widgets_values") or [None]
-        drawn = len(values) > 1 and values[1] == "randomize"
-        return _Value(-1 if drawn else values[0])
+        return _Value(values[0], drawn=len(values) > 1 and values[1] == "randomize")
     return Link(scope.prefix + node_id, slot)
+
+
+def _called(scope: _Scope, node_id: str) -> str:
+    """A node's name in messages; a subgraph's is the one that people gave it."""
+    node, inside = scope.nodes[node_id], scope.inner.get(node_id)
+    kind = str(node.get("type")) if inside is None else str((inside.definition or {}).get("name") or "subgraph")
+    return node_name(scope.prefix + node_id, kind, node.get("title") or "")
 
 
 def _promoted(scope: _Scope, slot: int) -> _Value | None:
@@ -202,5 +222,7 @@ def _passed_through(node: Mapping[str, Any], slot: int) -> int | None:
     if slot >= len(outputs):
         return None
     wanted = outputs[slot].get("type")
+    if wanted == "*":
+        return slot if slot < len(inputs) else 0 if inputs else None
     order = [slot, *range(len(inputs))]
     return next((i for i in order if i < len(inputs) and inputs[i].get("type") == wanted), None)

@@ -7,11 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..files.errors import UnsafePath
+from ..files.paths import safe_parts
 from ..supported_models import AUTO
 from .auto_files import auto_problem
 from .errors import WorkflowError
 from .graph import Graph, Link, Node
 from .model_folders import FileList, ModelFolders
+from .pictures import expand_prefix
 
 __all__ = ["execution_order", "validate"]
 
@@ -43,7 +46,7 @@ def validate(graph: Graph, classes: Mapping[str, type], folders: ModelFolders) -
         node = graph.nodes[node_id]
         if node.class_type in schemas:
             found = _check_inputs(node, graph, schemas, folders)
-            problems += found or _own_check(node, classes[node.class_type])
+            problems += found or _own_check(node, classes[node.class_type]) or _check_prefix(node, graph)
     if problems:
         raise WorkflowError(graph.source, list(dict.fromkeys(problems)))
     return order, schemas
@@ -56,6 +59,18 @@ def _own_check(node: Node, cls: type) -> list[str]:
         return []
     problem = check(**node.inputs)
     return [] if problem is True else [f"{node.name}: {problem}"]
+
+
+def _check_prefix(node: Node, graph: Graph) -> list[str]:
+    """A name that no file can have is said now, and not when everything is computed."""
+    prefix = node.inputs.get("filename_prefix")
+    if not isinstance(prefix, str):
+        return []
+    try:
+        safe_parts(expand_prefix(prefix, width=0, height=0, prompt=graph.prompt()), "the output folder")
+    except UnsafePath as error:
+        return [f"{node.name}: input filename_prefix: {error}"]
+    return []
 
 
 def _unknown_class(node: Node, classes: Mapping[str, type]) -> str:
@@ -109,7 +124,8 @@ def _check_inputs(node: Node, graph: Graph, schemas: Mapping[str, Any], folders:
             if getattr(item, "default", None) is not None:
                 node.inputs[key] = item.default
             elif not item.optional:
-                problems.append(f"{node.name}: input {key} ({item.io_type}) is not set")
+                why = graph.why_lost(node.id, key)
+                problems.append(f"{node.name}: input {key} ({item.io_type}) is not set{why}")
             continue
         given = node.inputs[key]
         if given == AUTO and isinstance(getattr(item, "options", None), FileList):

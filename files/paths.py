@@ -30,13 +30,16 @@ def safe_parts(relative: str | os.PathLike, root: str | os.PathLike) -> list[str
     if any(char < " " for char in text):
         raise UnsafePath(repr(text), "a path with control characters")
     if re.match(r"[/\\]|[A-Za-z]:", text):
-        raise UnsafePath(text, f"an absolute path; give one relative to {os.fspath(root)}")
+        drive = f"; {text[:2]!r} names a drive of Windows" if text[1:2] == ":" else ""
+        raise UnsafePath(text, f"an absolute path{drive}; give one relative to {os.fspath(root)}")
     parts = [part for part in re.split(r"[/\\]", text) if part not in ("", ".")]
     for part in parts:
         if part == "..":
             raise UnsafePath(text, f"leaves {os.fspath(root)} through '..'")
-        if re.search(r'[<>:"|?*]', part) or part != part.rstrip(" ."):
-            raise UnsafePath(text, f"{part!r} is not a file name on every operating system")
+        if refused := re.search(r'[<>:"|?*]', part):
+            raise UnsafePath(text, f"{part!r} is not a file name on every operating system: it holds {refused[0]!r}")
+        if part != part.rstrip(" ."):
+            raise UnsafePath(text, f"{part!r} ends with a dot or a space, which Windows leaves off a file name")
         if part.split(".")[0].rstrip().lower() in _DEVICES:
             raise UnsafePath(text, f"{part!r} is the name of a device on Windows")
     if not parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -11,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import comfyui_files as files
+import numpy as np
 import pytest
 from comfyui_graphs import text_to_latent, with_picture
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ui_levels import of_everything
 
 PICTURE = {"filename": "test_00001_.png", "subfolder": "sub", "type": "output"}
 
@@ -231,6 +236,16 @@ def test_on_a_real_comfyui(run, comfyui_path: Path, comfyui_interpreter: Path, t
         for picture in (base / "output").glob("*.png"):
             picture.unlink()
         assert run(saved, engine=server.url, values={"6.steps": 2}).pictures
+
+        there, here = (run(of_everything(), **place).pictures for place in ({"engine": server.url}, {}))
+        colours = [np.asarray(Image.open(picture), dtype=int) for picture in (*there, *here)]
+        assert colours[0].shape == (48, 64, 3) and abs(colours[0] - colours[1]).max() <= 1
+        muted = of_everything()
+        muted["nodes"][0]["mode"] = 2
+        with pytest.raises(
+            WorkflowError, match="Required input is missing: model: node 1 UNETLoader, which gave it, is"
+        ):
+            run(muted, engine=server.url)
 
         graph = with_picture(text_to_latent(steps=1))
         graph["model"]["inputs"]["unet_name"] = "gone.safetensors"

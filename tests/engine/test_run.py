@@ -156,13 +156,29 @@ def test_templates_of_a_prefix(prefix: str, expected: str):
     assert expand_prefix(prefix, width=8, height=8, prompt=prompt, now=now) == expected
 
 
-@pytest.mark.parametrize("prefix", ["../x", "/etc/x", "C:\\x", "a\\..\\..\\x", "con", "a\0b"])
-def test_a_prefix_that_leaves_the_output_folder_is_refused(run, graph: dict, prefix: str, tmp_path: Path):
-    from nativedit.engine.errors import NodeError
+@pytest.mark.parametrize(
+    ("prefix", "says"),
+    [
+        ("../x", "leaves the output folder"),
+        ("/etc/x", "an absolute path"),
+        ("C:\\x", "'C:' names a drive"),
+        ("a:b", "'a:' names a drive"),
+        ("a\\..\\..\\x", "leaves the output folder"),
+        ("nul", "'nul' is the name of a device"),
+        ("x/cat?", "it holds '?'"),
+        ("x.", "ends with a dot"),
+        ("a\0b", "control characters"),
+    ],
+)
+def test_a_prefix_that_no_file_can_have_is_refused_before_anything_is_loaded(
+    run, graph: dict, prefix: str, says: str, tmp_path: Path
+):
+    from nativedit.engine.errors import WorkflowError
 
     graph["picture"]["inputs"]["filename_prefix"] = prefix
-    with pytest.raises(NodeError, match="node picture SaveImage"):
+    with pytest.raises(WorkflowError, match="node picture SaveImage: input filename_prefix: ") as caught:
         run(graph)
+    assert says in str(caught.value)
     assert not list(tmp_path.rglob("*.png"))
 
 
@@ -225,6 +241,21 @@ def test_a_textual_inversion_in_a_prompt_is_left_out_and_said(run):
 
     assert torch.equal(latent_of(result), latent_of(run(plain)))
     assert [note for note in result.notes if "embedding:bad-hands is left out of the prompt" in note]
+
+
+def test_a_name_of_pictographs_and_templates_is_a_file(run, graph: dict):
+    graph["picture"]["inputs"]["filename_prefix"] = "%date:yyyy%/\U0001f431 v1.2 %sampler.seed%"
+    (picture,) = run(graph).pictures
+
+    assert picture.name == "\U0001f431 v1.2 %sampler.seed%_00001_.png" and picture.parent.name.isdigit()
+
+
+def test_the_largest_seed_has_noise_of_its_own_for_every_step(run):
+    """ComfyUI itself overflows there: the noise of ancestral steps has the next seed."""
+    latents = [
+        latent_of(run(text_to_latent(steps=2, sampler="euler_ancestral", seed=seed))) for seed in (2**64 - 1, 2**64 - 2)
+    ]
+    assert latents[0].isfinite().all() and not torch.equal(*latents)
 
 
 def test_a_prompt_weight_that_is_no_number_is_an_error_of_its_node(run, graph: dict):

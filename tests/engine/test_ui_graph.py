@@ -4,67 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-from itertools import count
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import ROOT
 
-SUBGRAPH = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
-NESTED = "1f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
-
-
-class Level:
-    """Nodes and links of one level, as the editor writes them."""
-
-    def __init__(self) -> None:
-        self.nodes: list[dict[str, Any]] = []
-        self.links: list[list[Any]] = []
-        self._numbers = count(1)
-
-    def add(self, number: int, kind: str, inputs: str = "", outputs: str = "", widgets: Any = (), **more: Any) -> None:
-        """inputs, outputs: "model:MODEL clip:CLIP"; a name with * in front is a widget turned into an input."""
-        self.nodes.append(
-            {
-                "id": number,
-                "type": kind,
-                "mode": 0,
-                "inputs": [_socket(text) for text in inputs.split()],
-                "outputs": [_socket(text) for text in outputs.split()],
-                "widgets_values": widgets if isinstance(widgets, dict) else list(widgets),
-                **more,
-            }
-        )
-
-    def link(self, start: int, start_slot: int, end: int, end_slot: int, kind: str = "*") -> int:
-        number = next(self._numbers)
-        self.links.append([number, start, start_slot, end, end_slot, kind])
-        return number
-
-    def saved(self, subgraphs: list[dict[str, Any]] = ()) -> dict[str, Any]:
-        return {
-            "nodes": self.nodes,
-            "links": self.links,
-            "definitions": {"subgraphs": list(subgraphs)},
-            "version": 0.4,
-        }
-
-    def subgraph(self, uuid: str, inputs: str, outputs: str) -> dict[str, Any]:
-        keys = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
-        return {
-            "id": uuid,
-            "name": "Inside",
-            "nodes": self.nodes,
-            "links": [dict(zip(keys, link, strict=True)) for link in self.links],
-            "inputs": [_socket(text) for text in inputs.split()],
-            "outputs": [_socket(text) for text in outputs.split()],
-        }
-
-
-def _socket(text: str) -> dict[str, Any]:
-    name, _, kind = text.lstrip("*").partition(":")
-    return {"name": name, "type": kind, "link": None} | ({"widget": {"name": name}} if text[0] == "*" else {})
+sys.path.insert(0, str(Path(__file__).parent))
+from ui_levels import NESTED, SUBGRAPH, Level, of_everything, socket
 
 
 def converted(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -115,6 +63,27 @@ def test_a_primitive_hands_its_value_on():
     level.link(4, 0, 3, 1)
 
     assert converted(level.saved())["3"]["text"] == "a dog"
+
+
+def test_a_primitive_to_be_randomized_draws_seeds_and_nothing_else():
+    """Behind the number of a primitive the editor always keeps what happens to it after a run."""
+    level = sampler_level()
+    level.nodes[1]["inputs"] += [socket("*seed:INT"), socket("*steps:INT")]
+    level.add(4, "PrimitiveNode", "", "INT:INT", [12, "randomize"])
+    level.link(4, 0, 2, 4)
+    level.link(4, 0, 2, 5)
+    node = converted(level.saved())["2"]
+
+    assert (node["seed"], node["steps"]) == (-1, 12)
+
+
+def test_a_number_node_to_be_randomized_keeps_its_number():
+    level = Level()
+    level.add(1, "PrimitiveInt", "", "INT:INT", [48, "randomize"])
+    level.add(2, "EmptyLatentImage", "*width:INT *height:INT", "LATENT:LATENT", [64, 32, 1])
+    level.link(1, 0, 2, 0)
+
+    assert converted(level.saved())["1"] == {"class": "PrimitiveInt", "value": 48}
 
 
 def test_a_widget_turned_into_an_input_takes_its_link():
@@ -194,14 +163,64 @@ def test_a_muted_node_takes_its_links_with_it():
     assert "model" not in graph["2"] and "clip" not in graph["5"]
 
 
-def test_a_required_input_that_was_lost_is_one_clear_error(run):
+def lost(run, saved: dict[str, Any]) -> list[str]:
     from nativedit.engine.errors import WorkflowError
 
+    with pytest.raises(WorkflowError) as caught:
+        run(saved)
+    return [problem for problem in caught.value.problems if "which gave it" in problem]
+
+
+def test_a_required_input_that_was_lost_is_one_clear_error_with_the_muted_node(run):
     level = bypass_level(2)
+    level.nodes[2]["title"] = "my style"
     level.add(9, "SaveLatent", "samples:LATENT", "", ["x"])
     level.link(2, 0, 9, 0)
-    with pytest.raises(WorkflowError, match=r"node 2 KSampler: input model \(MODEL\) is not set"):
-        run(level.saved())
+
+    assert lost(run, level.saved()) == [
+        'node 2 KSampler: input model (MODEL) is not set: node 3 LoraLoader "my style", which gave it, is muted'
+    ]
+
+
+def test_a_bypassed_loader_is_named_where_its_output_is_missing(run):
+    level = sampler_level()
+    level.nodes[0]["mode"] = 4
+    level.add(3, "Reroute", ":*", ":MODEL")
+    level.links.clear()
+    level.link(1, 0, 3, 0)
+    level.link(3, 0, 2, 0)
+    level.add(9, "SaveLatent", "samples:LATENT", "", ["x"])
+    level.link(2, 0, 9, 0)
+
+    (problem,) = lost(run, level.saved())
+    assert problem.endswith("is not set: node 1 UNETLoader, which gave it, is bypassed and gets none to hand on")
+
+
+def test_a_muted_subgraph_and_a_muted_node_in_one_are_named(run):
+    saved = outer_level(mode=2)
+    saved["nodes"][1]["title"] = "Prompts"
+    saved["nodes"] += [
+        {"id": 9, "type": "ConditioningZeroOut", "inputs": [socket("conditioning:C")], "outputs": [socket("C:C")]},
+    ]
+    assert 'node 7 Inside "Prompts", which gave it, is muted' in str(whys(saved))
+    inside = outer_level()
+    inside["definitions"]["subgraphs"][0]["nodes"][1]["mode"] = 2
+    assert whys(inside) == {("8", "conditioning_2"): "node 7:2 ConditioningZeroOut, which gave it, is muted"}
+
+
+def whys(saved: dict[str, Any]) -> dict[tuple[str, str], str]:
+    from nativedit.engine.declare import widgets_of
+    from nativedit.engine.graph import read_workflow
+
+    return read_workflow(saved, widgets_of).lost
+
+
+def test_an_optional_input_may_lose_its_node():
+    level = text_level()
+    level.add(4, "PrimitiveString", "", "STRING:STRING", ["a dog"], mode=2)
+    level.link(4, 0, 3, 1)
+
+    assert converted(level.saved())["3"]["text"] == "a cat"
 
 
 def inner_level() -> Level:
@@ -279,6 +298,38 @@ def test_a_node_inside_a_subgraph_can_be_bypassed():
     saved["definitions"]["subgraphs"][0]["nodes"][1]["mode"] = 4
 
     assert converted(saved)["8"]["conditioning_2"] == ["7:1", 0]
+
+
+def test_a_workflow_of_everything_becomes_what_its_editor_exports():
+    assert converted(of_everything()) == {
+        "1": {"class": "UNETLoader", "unet_name": "tiny.safetensors", "weight_dtype": "default"},
+        "2": {
+            "class": "NativeDiTLoadTextEncoder",
+            "file": "tiny_text.safetensors",
+            "architecture": "auto",
+            "precision": "as stored",
+        },
+        "4:2": {"class": "CLIPTextEncode", "clip": ["2", 0], "text": "a red circle"},
+        "4:3": {"class": "CLIPTextEncode", "clip": ["2", 0], "text": "a blue square"},
+        "6": {"class": "NativeDiTEmptyLatent", "model": ["1", 0], "width": ["8", 0], "height": 48, "batch_size": 1},
+        "8": {"class": "PrimitiveInt", "value": 64},
+        "9": {
+            "class": "KSampler",
+            "model": ["1", 0],
+            "positive": ["4:2", 0],
+            "negative": ["4:3", 0],
+            "latent_image": ["6", 0],
+            "seed": 42,
+            "steps": 3,
+            "cfg": 4.0,
+            "sampler_name": "euler",
+            "scheduler": "simple",
+            "denoise": 1.0,
+        },
+        "10": {"class": "VAELoader", "vae_name": "pixel_space"},
+        "11": {"class": "VAEDecode", "samples": ["9", 0], "vae": ["10", 0]},
+        "12": {"class": "SaveImage", "images": ["11", 0], "filename_prefix": "everything"},
+    }
 
 
 def test_a_subgraph_that_the_file_lacks_is_an_error_that_names_the_node():

@@ -47,6 +47,23 @@ def test_refuses_what_leaves_the_folder_on_any_system(tmp_path, path):
 
 
 @pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("a:b", "an absolute path; 'a:' names a drive of Windows; give one relative to"),
+        ("/etc/x", "an absolute path; give one relative to"),
+        ("x/take 2: red", "'take 2: red' is not a file name on every operating system: it holds ':'"),
+        ("what?", "'what?' is not a file name on every operating system: it holds '?'"),
+        ("x.", "'x.' ends with a dot or a space, which Windows leaves off a file name"),
+        ("x/Con.y", "'Con.y' is the name of a device on Windows"),
+    ],
+)
+def test_says_what_is_wrong_with_a_name(tmp_path, path: str, says: str):
+    with pytest.raises(UnsafePath) as caught:
+        contained(tmp_path, path)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "path", ["a.safetensors", "sub/a.safetensors", "sub\\a.safetensors", "sub/./b", "a..b", "...x"]
 )
 def test_accepts_names_and_subfolders(tmp_path, path):
