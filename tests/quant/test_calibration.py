@@ -182,7 +182,7 @@ def test_a_file_without_statistics_is_refused(tmp_path, weight):
 
 
 def test_smoothing_without_statistics_is_refused():
-    with pytest.raises(ValueError, match="--calibration"):
+    with pytest.raises(ValueError, match="choose a calibration"):
         Craft(smooth=True)
 
 
