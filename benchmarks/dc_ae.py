@@ -1,10 +1,10 @@
-"""DC-AE encode and decode beside diffusers' AutoencoderDC: same weights, same inputs; time and peak memory.
-
-Sana's levels at a quarter of their width, 512 pixels whole and 1024 pixels in tiles of 512. Target: not slower, and no
-more memory. Measured on two cores (torch 2.13), times faster: decode 1.00, decode in tiles 0.99, encode 1.12.
-Peak memory is that of a process of its own: its largest resident size less what it held before the call.
-Run: python benchmarks/dc_ae.py [--json]
-"""
+"""Time and peak memory of DC-AE beside the one in diffusers."""
+# Same weights, same inputs; Sana's levels at a quarter of their width, 512 pixels whole and 1024 pixels in tiles of 512.
+# Target: not slower, and no more memory. Measured on two cores, torch 2.13, times faster: decode 1.00, decode in tiles
+# 0.99, encode 1.12. Peak memory is that of a process of its own: its largest resident size less what it held before.
+#
+# Run: python benchmarks/dc_ae.py [words of a case] [--memory] [--cpu-time] [--json]
+# Words choose cases, for example: decode 512. With --memory nothing is timed.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 from diffusers import AutoencoderDC as Reference
-from side_by_side import compare, report
+from side_by_side import compare, report, selected
 
 from nativedit.autoencoders.dc_ae import AutoencoderDC
 
@@ -56,23 +56,29 @@ def peak(case: str, which: int) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20
 
 
+def peaks(case: str) -> tuple[float, float]:
+    """MiB of ours and of the reference."""
+    command = [sys.executable, __file__, "--peak", case]
+    runs = [subprocess.run([*command, str(i)], capture_output=True, text=True, check=True) for i in (0, 1)]
+    ours, reference = (float(run.stdout.splitlines()[-1]) for run in runs)
+    return ours, reference
+
+
 def main() -> None:
     if "--peak" in sys.argv:
         case, which = sys.argv[sys.argv.index("--peak") + 1 :]
         print(json.dumps(peak(case, int(which))))
         return
-    rows = [compare(case, ours, reference) for case, (ours, reference) in calls().items()]
-    report("DC-AE, a quarter of Sana's width, float32", rows)
-    peaks = {}
-    for case in calls():
-        command = [sys.executable, __file__, "--peak", case]
-        runs = [subprocess.run([*command, str(i)], capture_output=True, text=True, check=True) for i in (0, 1)]
-        peaks[case] = [float(run.stdout.splitlines()[-1]) for run in runs]
+    cases = selected([(case, *both) for case, both in calls().items()])
+    if "--memory" not in sys.argv:
+        rows = [compare(case, ours, reference) for case, ours, reference in cases]
+        report("DC-AE, a quarter of Sana's width, float32", rows)
+    found = {case: peaks(case) for case, *_ in cases}
     if "--json" in sys.argv:
-        print(json.dumps({"title": "DC-AE peak memory, MiB", "ours_and_reference": peaks}, indent=1))
+        print(json.dumps({"title": "DC-AE peak memory, MiB", "ours_and_reference": found}, indent=1))
         return
     print("\n| case | ours, peak MiB | reference, peak MiB |\n|---|---|---|")
-    for case, (ours, reference) in peaks.items():
+    for case, (ours, reference) in found.items():
         print(f"| {case} | {ours:.0f} | {reference:.0f} |")
 
 
