@@ -10,6 +10,7 @@ import torch
 
 from ..files import Source, open_source
 from .canonical import add_canonical, entry_bytes, kept_metadata
+from .damage import damaged_scales
 from .errors import Problem, QuantError
 from .evidence import candidates
 from .layer import Layer, dequantize_rows
@@ -50,6 +51,8 @@ def repair(
         if original is not None:
             with open_source(original) as reference:
                 _settle_by_original(opened, found, reference, notes)
+        sound = (layer for layer in found.layers.values() if layer.dialect != "cast")
+        found.problems += filter(None, (damaged_scales(opened, layer) for layer in sound))
         found.refuse_problems()
         assemblies, assembly_of = assemblies_for(opened, destination)
         report = QuantizationReport(
@@ -102,10 +105,19 @@ def _original_key(reference: Source, name: str) -> str | None:
 
 def _settle_by_original(source: Source, found: QuantizedFile, reference: Source, notes: list[str]) -> None:
     if read_quantized(reference).layers:
-        raise QuantError(reference.path, "is quantized itself; --original needs the unquantized model")
+        raise QuantError(reference.path, "is quantized itself; the original must be the unquantized model")
     unsettled = {problem.layer: problem for problem in found.problems if problem.kind == "undecidable"}
     unsettled.update(found.conflicts)
-    for name in [*found.layers, *unsettled]:
+    names = [*found.layers, *unsettled]
+    if not names:
+        notes.append(f"no layer is quantized, so nothing was compared with {reference.path}")
+    elif not any(_original_key(reference, name) for name in names):
+        raise QuantError(
+            reference.path,
+            f"has none of the {len(names)} quantized layers ({names[0]!r} first): it is another model. Give the "
+            "unquantized model that the file was made from, or none",
+        )
+    for name in names:
         layer = found.layers.get(name)
         if layer is not None and layer.dialect == "cast":
             continue
@@ -114,7 +126,7 @@ def _settle_by_original(source: Source, found: QuantizedFile, reference: Source,
             notes.append(f"layer {name!r}: {reference.path} has no such layer, so it was not compared")
             continue
         best, error = _best_reading(source, found, layer, name, reference, key)
-        if best is None or error > _RIGHT:
+        if best is None or not error <= _RIGHT:  # nan too
             found.layers.pop(name, None)
             found.conflicts.pop(name, None)
             found.problems = [problem for problem in found.problems if problem.layer != name]

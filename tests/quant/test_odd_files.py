@@ -210,6 +210,49 @@ def test_another_original_is_noticed(tmp_path, weight):
         repair(tmp_path / "odd.safetensors", tmp_path / "x.safetensors", original=tmp_path / "original.safetensors")
 
 
+def test_an_original_without_the_layers_is_another_model(tmp_path, weight):
+    save_file({"other.weight": weight}, tmp_path / "original.safetensors")
+    entries = layer(stored(weight, "int8_convrot"), parse_recipe("int8_convrot").marker())
+    save_file(entries, tmp_path / "odd.safetensors")
+    with pytest.raises(QuantError, match=r"none of the 1 quantized layers .*blocks\.0\.up.* another model"):
+        repair(tmp_path / "odd.safetensors", tmp_path / "x.safetensors", original=tmp_path / "original.safetensors")
+    save_file({"blocks.0.up.weight": weight}, tmp_path / "plain.safetensors")
+    report = repair(
+        tmp_path / "plain.safetensors", tmp_path / "x.safetensors", original=tmp_path / "original.safetensors"
+    )
+    assert any("no layer is quantized" in note for note in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "suffix", "value", "word"),
+    [
+        ("int8_convrot", "weight_scale", float("nan"), "NaN or infinite"),
+        ("int8_convrot", "weight_scale", -0.01, "negative"),
+        ("float8_e4m3fn", "weight_scale", float("inf"), "NaN or infinite"),
+        ("float8_e4m3fn", "weight_scale", -0.01, "negative"),
+        ("nvfp4", "weight_scale", float("nan"), "NaN or infinite"),
+        ("nvfp4", "weight_scale_2", -0.01, "negative"),
+        ("mxfp8", "weight_scale", float("nan"), "NaN or infinite"),
+    ],
+)
+@pytest.mark.parametrize("with_original", [False, True])
+def test_repair_does_not_write_scales_that_are_no_scales(tmp_path, weight, recipe, suffix, value, word, with_original):
+    entries = layer(stored(weight, recipe), parse_recipe(recipe).marker())
+    key = f"blocks.0.up.{suffix}"
+    broken = entries[key].float().reshape(-1)
+    broken[0] = value
+    entries[key] = broken.reshape(entries[key].shape).to(entries[key].dtype)
+    save_file(entries, tmp_path / "odd.safetensors")
+    save_file({"blocks.0.up.weight": weight}, tmp_path / "original.safetensors")
+    given = {"original": tmp_path / "original.safetensors"} if with_original else {}
+    with pytest.raises(QuantError) as caught:
+        repair(tmp_path / "odd.safetensors", tmp_path / "x.safetensors", **given)
+    assert not (tmp_path / "x.safetensors").exists()
+    [problem] = caught.value.problems
+    assert problem.layer == "blocks.0.up"
+    assert (word in problem.message and suffix in problem.message) or with_original
+
+
 def test_the_originals_agreement_changes_nothing(tmp_path, weight):
     save_file({"blocks.0.up.weight": weight}, tmp_path / "original.safetensors")
     for recipe in (
@@ -551,7 +594,7 @@ def test_describing_a_quantized_file_of_40_gigabytes_reads_its_header_and_marker
     with open_source(path) as source:
         read = []
         original = source._read
-        source._read = lambda name, offset, count: (read.append(count), original(name, offset, count))[1]
+        source._read = lambda name, offset, count, into=None: (read.append(count), original(name, offset, count))[1]
         info = describe(source)
     assert path.stat().st_size > 39 * 10**9 and sum(read) == 40 * len(marker)
     assert info.counts == {"float8_e4m3fn": 40} and info.comfyui == "0.4.0"
