@@ -20,8 +20,10 @@ from ..files.dtypes import torch_dtype
 
 __all__ = ["COPIED", "PIECE", "Meter", "Progress", "RowRun", "Task", "Writing", "copy_tasks", "row_runs", "run_tasks"]
 
-# Bytes of a source tensor held at once; two pieces are read ahead.
+# Bytes of a source tensor held at once.
 PIECE = 96 << 20
+# Read ahead of the piece that is worked on: so many bytes or one piece, in so many pieces at most.
+_AHEAD, _MOST_AHEAD = PIECE // 2, 32
 # Of bytes that are only copied: buffers this small are used again instead of being asked of the system anew, which
 # takes a third less processor time than a piece of the size above.
 COPIED = 16 << 20
@@ -93,25 +95,36 @@ class _Rooms:
     filling it; what was used before does not."""
 
     def __init__(self) -> None:
-        self._free: deque[torch.Tensor] = deque()
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
 
     def load(self, task: Task) -> tuple[torch.Tensor | None, Any]:
         if not task.room:
             return None, task.load()
-        room = self._free.popleft() if self._free else torch.empty(0, dtype=torch.uint8)
-        if room.numel() < task.room:
-            room = torch.empty(max(task.room, PIECE), dtype=torch.uint8)  # pages that nobody writes to take no memory
+        room = self._take(task.room)
         return room, task.load(room)
+
+    def _take(self, size: int) -> torch.Tensor:
+        """The smallest that is large enough, or a new one in the largest one's place."""
+        with self._lock:
+            self._free.sort(key=torch.Tensor.numel)
+            place = next((place for place, room in enumerate(self._free) if room.numel() >= size), -1)
+            room = self._free.pop(place) if self._free else None
+        if room is None or room.numel() < size:
+            room = None  # its memory is free before more is asked for
+            room = torch.empty(size, dtype=torch.uint8)
+        return room
 
     def handle(self, task: Task, loaded: tuple[torch.Tensor | None, Any]) -> None:
         room, piece = loaded
         task.handle(piece)
         if room is not None:
-            self._free.append(room)
+            with self._lock:
+                self._free.append(room)
 
 
 def run_tasks(tasks: Iterable[Task], meter: Meter) -> None:
-    """Runs the tasks in order, reading up to two pieces ahead. Any exception stops it at once."""
+    """Runs the tasks in order, reading ahead. Any exception stops it at once."""
     rooms = _Rooms()
     with ThreadPoolExecutor(1, thread_name_prefix="nativedit-read") as pool:
         waiting: deque[tuple[Task, Future[tuple[torch.Tensor | None, Any]]]] = deque()
@@ -123,14 +136,18 @@ def run_tasks(tasks: Iterable[Task], meter: Meter) -> None:
 
         try:
             for task in tasks:
-                waiting.append((task, pool.submit(rooms.load, task)))
-                if len(waiting) > 2:
+                while len(waiting) > 1 and _too_far_ahead([*(other for other, _ in waiting), task][1:]):
                     finish()
+                waiting.append((task, pool.submit(rooms.load, task)))
             while waiting:
                 finish()
         finally:
             for _, future in waiting:
                 future.cancel()
+
+
+def _too_far_ahead(tasks: list[Task]) -> bool:
+    return len(tasks) > _MOST_AHEAD or sum(max(task.room, task.nbytes) for task in tasks) > _AHEAD
 
 
 class Writing:
