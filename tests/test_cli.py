@@ -261,3 +261,18 @@ def test_comfyuis_own_python_runs_the_pack(nativedit, comfyui_interpreter: Path,
 
     assert called.returncode == 0, called.stderr
     assert (workflow.parent / "output" / "test_00001_.png").is_file()
+
+
+def test_as_a_program_garbage_is_looked_for_in_what_a_command_makes_not_in_modules():
+    program = """if True:
+        import gc, sys
+        from nativedit import cli
+        def run(args):
+            print(gc.isenabled(), gc.get_freeze_count() > 0)
+            return 0
+        cli.Archs.run = staticmethod(run)
+        sys.argv = ["nativedit", "archs"]
+        sys.exit(cli.main())
+    """
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["True", "True"]
