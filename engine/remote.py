@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import Request, urlopen
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Server", "ServerError", "run_on_server"]
 
-WIDGET_TYPES = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+WIDGET_TYPES = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COLOR")
+MANY_WIDGETS = "COMFY_DYNAMICCOMBO_V3"  # a choice that brings widgets of its own
 TIMEOUT = 30.0  # seconds for one answer, not for the run
 USUAL_ADDRESS = "http://127.0.0.1:8188"
 
@@ -62,13 +64,7 @@ class Server:
         found = self.json("/object_info/" + urllib.parse.quote(class_type, safe="")).get(class_type)
         if found is None:
             return None
-        widgets = []
-        for kind in ("required", "optional"):
-            for name, declared in found.get("input", {}).get(kind, {}).items():
-                options = declared[1] if len(declared) > 1 and isinstance(declared[1], dict) else {}
-                if (isinstance(declared[0], list) or declared[0] in WIDGET_TYPES) and not options.get("forceInput"):
-                    widgets.append(WidgetInput(name, bool(options.get("control_after_generate"))))
-        return widgets
+        return list(_widgets(found.get("input", {})))
 
     def _ask(self, path: str, body: bytes | None) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json"} if body is not None else {}
@@ -85,6 +81,20 @@ class Server:
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
             raise ServerError(f"{self.address}: no answer ({reason}); is ComfyUI running there?") from None
+
+
+def _widgets(inputs: Any, prefix: str = "") -> Iterator[WidgetInput]:
+    """Of a node, or of one choice of a widget that brings more."""
+    for kind in ("required", "optional"):
+        for name, declared in inputs.get(kind, {}).items():
+            options = declared[1] if len(declared) > 1 and isinstance(declared[1], dict) else {}
+            name, controlled = prefix + name, bool(options.get("control_after_generate"))
+            if declared[0] == MANY_WIDGETS:
+                choices = options.get("options", ())
+                more = {one["key"]: tuple(_widgets(one.get("inputs", {}), name + ".")) for one in choices}
+                yield WidgetInput(name, controlled, options.get("default", next(iter(more), None)), more)
+            elif (isinstance(declared[0], list) or declared[0] in WIDGET_TYPES) and not options.get("forceInput"):
+                yield WidgetInput(name, controlled, options.get("default"))
 
 
 def _parsed(where: str, data: bytes) -> Any:

@@ -27,10 +27,13 @@ SEEDS = ("seed", "noise_seed")
 
 @dataclass(frozen=True)
 class WidgetInput:
-    """One input that the editor shows as a widget. controlled: a "control after generate" value follows it."""
+    """One input that the editor shows as a widget. controlled: a "control after generate" value follows it; default:
+    what it has in a workflow that was saved before the node got it; more: value -> widgets that this choice brings."""
 
     name: str
     controlled: bool = False
+    default: Any = None
+    more: Mapping[str, tuple[WidgetInput, ...]] = field(default_factory=dict)
 
 
 # class -> its widgets in order, None for an unknown class
@@ -50,7 +53,12 @@ class _Scope:
     inner: dict[str, _Scope] = field(default_factory=dict)
 
     def into(self, node_id: str, slot: int) -> tuple[str, int] | None:
-        """(from node, from slot) of what arrives at an input slot."""
+        """(from node, from slot) of what arrives at an input slot. The input's own word counts: slots move when a node
+        changes."""
+        inputs = self.nodes.get(node_id, {}).get("inputs") or ()
+        named = self.links.get(str(inputs[slot].get("link"))) if slot < len(inputs) else None
+        if named is not None:
+            return named[:2]
         for start, start_slot, end, end_slot in self.links.values():
             if (end, end_slot) == (node_id, slot):
                 return start, start_slot
@@ -59,10 +67,11 @@ class _Scope:
 
 @dataclass
 class _Value:
-    """A literal that stands where a link was: a primitive's, or a promoted widget's. drawn: a seed is drawn anew."""
+    """A literal that stands where a link was: a primitive's, or a promoted widget's. drawn: a seed is drawn anew; None:
+    if the widget itself says so."""
 
     value: Any
-    drawn: bool = False
+    drawn: bool | None = False
 
 
 @dataclass
@@ -140,8 +149,11 @@ def _convert(scope: _Scope, node: dict[str, Any], widgets: Widgets, graph: Graph
             graph.seed_places[converted.id, name] = place
     for slot, given in enumerate(node.get("inputs") or ()):
         found = _arriving(scope, str(node["id"]), slot)
+        if found is None and not given.get("widget"):
+            found = _shared(scope, str(node["id"]), slot, widgets)
         if isinstance(found, _Value):
-            drawn = found.drawn and given["name"] in SEEDS
+            own = converted.inputs.get(given["name"]) == -1
+            drawn = given["name"] in SEEDS and (own if found.drawn is None else found.drawn)
             converted.inputs[given["name"]] = -1 if drawn else found.value
         elif isinstance(found, _Lost):
             graph.lost[converted.id, given["name"]] = found.reason
@@ -158,10 +170,17 @@ def _widget_values(node: Mapping[str, Any], declared: list[WidgetInput] | None):
             yield name, value, (values, name)
         return
     values, position = values or [], 0
-    for widget in declared or ():
+    waiting = list(declared or ())
+    while waiting:
+        widget = waiting.pop(0)
         if position >= len(values):
-            return
+            if widget.default is not None:
+                yield widget.name, widget.default, None
+                waiting[:0] = widget.more.get(widget.default, ())
+            continue
         value, place = values[position], (values, position)
+        if isinstance(value, str):
+            waiting[:0] = widget.more.get(value, ())
         position += 1
         follows = values[position] if position < len(values) else None
         if (widget.controlled or widget.name in SEEDS) and follows in AFTER_GENERATE:
@@ -179,7 +198,8 @@ def _arriving(scope: _Scope, node_id: str, slot: int) -> Link | _Value | _Lost |
 def _leaving(scope: _Scope, node_id: str, slot: int) -> Link | _Value | _Lost | None:
     if node_id == GRAPH_INPUT:
         assert scope.outer is not None and scope.instance is not None
-        found = _arriving(scope.outer, str(scope.instance["id"]), slot)
+        own = _instance_slot(scope, slot)
+        found = None if own is None else _arriving(scope.outer, str(scope.instance["id"]), own)
         return _promoted(scope, slot) or found if found is None or isinstance(found, _Lost) else found
     node = scope.nodes.get(node_id)
     if node is None:
@@ -207,13 +227,47 @@ def _called(scope: _Scope, node_id: str) -> str:
     return node_name(scope.prefix + node_id, kind, node.get("title") or "")
 
 
+def _instance_slot(scope: _Scope, slot: int) -> int | None:
+    """Where a subgraph's instance keeps one of its inputs: it names them, and may leave out those that are widgets."""
+    declared = (scope.definition or {}).get("inputs") or ()
+    names = [given.get("name") for given in scope.instance.get("inputs") or ()]
+    name = declared[slot].get("name") if slot < len(declared) else None
+    return names.index(name) if name in names else slot if len(names) == len(declared) else None
+
+
 def _promoted(scope: _Scope, slot: int) -> _Value | None:
-    """The value that a subgraph's instance holds for one of its inputs, if it holds any."""
+    """The value that a subgraph's instance holds for one of its inputs, if it holds any: the editor shows and runs this
+    one, whatever the widget inside was left at."""
     values = scope.instance.get("widgets_values") or []
+    inside = [i for i in range(len((scope.definition or {}).get("inputs") or ())) if _widget_behind(scope, i)]
+    if slot in inside and len(values) == len(inside):
+        return _Value(values[inside.index(slot)], drawn=None)
+    slot = _instance_slot(scope, slot)
     shown = [i for i, given in enumerate(scope.instance.get("inputs") or ()) if given.get("widget")]
     if slot in shown and len(values) == len(shown):
-        return _Value(values[shown.index(slot)])
+        return _Value(values[shown.index(slot)], drawn=None)
     return None
+
+
+def _widget_behind(scope: _Scope, slot: int) -> tuple[str, str] | None:
+    """(node inside, its widget) that an input of a subgraph is for."""
+    for start, start_slot, end, end_slot in scope.links.values():
+        inputs = scope.nodes.get(end, {}).get("inputs") or ()
+        widget = inputs[end_slot].get("widget") if end_slot < len(inputs) else None
+        if (start, start_slot) == (GRAPH_INPUT, slot) and widget:
+            return end, str(widget.get("name"))
+    return None
+
+
+def _shared(scope: _Scope, node_id: str, slot: int, widgets: Widgets) -> _Value | None:
+    """What a subgraph's input gives where nothing is connected to it: the value of the widget inside that it is for."""
+    start = scope.into(node_id, slot)
+    behind = _widget_behind(scope, start[1]) if start is not None and start[0] == GRAPH_INPUT else None
+    if behind is None or behind[0] in scope.inner:
+        return None
+    node = scope.nodes[behind[0]]
+    values = {name: value for name, value, _ in _widget_values(node, widgets(str(node["type"])))}
+    return _Value(values[behind[1]]) if behind[1] in values else None
 
 
 def _passed_through(node: Mapping[str, Any], slot: int) -> int | None:

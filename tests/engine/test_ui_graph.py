@@ -77,6 +77,32 @@ def test_a_primitive_to_be_randomized_draws_seeds_and_nothing_else():
     assert (node["seed"], node["steps"]) == (-1, 12)
 
 
+def test_a_choice_may_bring_widgets_and_a_new_widget_has_its_default():
+    """As nodes of a server declare them: the editor saves the widgets of the choice that was made behind it."""
+    from nativedit.engine.remote import _widgets
+    from nativedit.engine.ui_graph import graph_from_ui
+
+    number = ["INT", {"default": 512}]
+    options = [
+        {"key": "to a size", "inputs": {"required": {"width": number, "height": number}}},
+        {"key": "by a factor", "inputs": {"required": {"factor": ["FLOAT", {"default": 1.0}], "mask": ["MASK"]}}},
+    ]
+    required = {"mode": ["COMFY_DYNAMICCOMBO_V3", {"options": options}], "way": ["COMBO", {"default": "area"}]}
+    required["sharpen"] = ["BOOLEAN", {"default": False}]
+    declared = list(_widgets({"required": required}))
+    level = Level()
+    level.add(1, "Resize", "image:IMAGE", "", ["by a factor", 2.0, "lanczos"])
+    level.add(2, "Resize", "image:IMAGE", "", ["to a size", 64])
+    level.add(3, "Resize", "image:IMAGE")
+
+    found = {key: node.inputs for key, node in graph_from_ui("x", level.saved(), lambda _: declared).nodes.items()}
+    assert found == {
+        "1": {"mode": "by a factor", "mode.factor": 2.0, "way": "lanczos", "sharpen": False},
+        "2": {"mode": "to a size", "mode.width": 64, "mode.height": 512, "way": "area", "sharpen": False},
+        "3": {"mode": "to a size", "mode.width": 512, "mode.height": 512, "way": "area", "sharpen": False},
+    }
+
+
 def test_a_number_node_to_be_randomized_keeps_its_number():
     level = Level()
     level.add(1, "PrimitiveInt", "", "INT:INT", [48, "randomize"])
@@ -261,6 +287,43 @@ def test_a_subgraph_is_opened():
 
 def test_an_instance_has_values_of_its_own():
     assert converted(outer_level(["outer text"]))["7:1"]["text"] == "outer text"
+
+
+def sampler_inside(values: list[Any], shown: str, control: str = "fixed") -> dict[str, Any]:
+    """A subgraph for two widgets and a model, as editors of 2026 save it: its instance names some of its inputs."""
+    inner = Level()
+    sockets = "model:MODEL *seed:INT *steps:INT"
+    inner.add(1, "KSampler", sockets, "LATENT:LATENT", [42, control, 20, 4.0, "euler", "simple", 1.0])
+    inner.add(2, "PreviewAny", "source:*")
+    for link in ((-10, 0, 1, 1), (-10, 1, 1, 0), (-10, 2, 1, 2), (-10, 2, 2, 0)):
+        inner.link(*link)
+    outer = Level()
+    outer.add(1, "UNETLoader", "", "MODEL:MODEL", ["m.safetensors", "default"])
+    outer.add(2, SUBGRAPH, shown, "", values)
+    number = outer.link(1, 0, 2, 9)
+    for given in outer.nodes[1]["inputs"]:
+        given["link"] = number if given["name"] == "model" else None
+    return outer.saved([inner.subgraph(SUBGRAPH, "seed:INT model:MODEL steps:INT", "")])
+
+
+@pytest.mark.parametrize("shown", ["model:MODEL", "*steps:INT model:MODEL", "*seed:INT model:MODEL *steps:INT"])
+def test_an_instance_that_names_some_of_its_inputs_gets_all_of_them(shown: str):
+    """The editor shows and runs an instance's own values, whatever its definition was left at."""
+    graph = converted(sampler_inside([7, 12], shown))
+
+    assert (graph["2:1"]["model"], graph["2:1"]["seed"], graph["2:1"]["steps"]) == (["1", 0], 7, 12)
+    assert graph["2:2"]["source"] == 12
+
+
+def test_an_instance_without_values_has_its_definitions():
+    graph = converted(sampler_inside([], "model:MODEL"))
+
+    assert (graph["2:1"]["model"], graph["2:1"]["seed"], graph["2:1"]["steps"]) == (["1", 0], 42, 20)
+    assert graph["2:2"]["source"] == 20  # what the same input of the subgraph gives to the widget
+
+
+def test_a_seed_in_a_subgraph_is_randomized_if_its_widget_says_so():
+    assert converted(sampler_inside([7, 12], "model:MODEL", "randomize"))["2:1"]["seed"] == -1
 
 
 def test_a_subgraph_in_a_subgraph_with_eight_outputs():
