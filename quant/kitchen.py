@@ -168,7 +168,8 @@ def dequantize_matrix(tensors: Mapping[str, torch.Tensor], recipe: Recipe, dtype
     """The stored (padded) matrix in ``dtype``, computed as ComfyUI computes it with that compute dtype."""
     stored = tensors["weight"]
     shape = (stored.shape[0], _stored_columns(tensors, recipe))
-    if recipe.format.startswith("float8") and tensors["weight_scale"].numel() > 1:
+    # One scale per row is unknown to comfy_kitchen; one for all is the same product there, on a CPU.
+    if recipe.format.startswith("float8") and (tensors["weight_scale"].numel() > 1 or stored.device.type == "cpu"):
         return stored.to(dtype) * tensors["weight_scale"].reshape(-1, 1).to(dtype)
     return layout_of(recipe.format).dequantize(stored.contiguous(), _params(tensors, recipe, shape, dtype))
 
