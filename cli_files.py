@@ -142,6 +142,8 @@ class Lora:
 
         if (args.to is None) == (args.into is None):
             raise ValueError("give --to comfy, --to diffusers, or --into CHECKPOINT")
+        if args.output is not None and not args.output.lower().endswith((".safetensors", ".sft")):
+            raise ValueError(f"--output {args.output}: a safetensors file is written; give a name in .safetensors")
         if args.into is not None:
             if args.output is None:
                 raise ValueError("--into needs --output, the file to write")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..files.errors import OutputError
 from ..files.paths import refuse_same_file
 from ..quant.calibration import Calibration, Watcher, write_calibration
 
@@ -65,6 +66,9 @@ def calibrate(
     global _watch
     from .. import engine
 
+    folder = os.path.dirname(os.path.abspath(destination))
+    if not os.path.isdir(folder):  # before the long work
+        raise OutputError(destination, f"can't be written: there is no folder {folder}; make it first")
     if not isinstance(workflow, Mapping):
         refuse_same_file(destination, [workflow])
     values = {**(values or {}), **({} if steps is None else _steps_of(workflow, steps))}

@@ -256,7 +256,7 @@ def _too_small(model: Model, target: int, size: int, base: list[Decision], chose
     return (
         f"{model.path}: can't fit {gigabytes(target)}: the smallest possible is {gigabytes(size)}, in "
         f"{', '.join(formats) or 'no format at all'}; the layers that are kept take {gigabytes(kept)} of it. Ask "
-        "for more, or allow smaller formats and more layers (--formats, --include, a policy)"
+        "for more, or allow smaller formats and more layers (formats, include, a policy)"
     )
 
 

@@ -113,7 +113,7 @@ def _refuse_broken(source: Source, layer: Layer, run: RowRun, weight: torch.Tens
     if weight.numel() and not torch.isfinite(peak_of(weight)):
         advice = "the file is broken. Get it again"
         if weight.dtype == torch.float16:
-            advice = "too large for float16, or broken; try bfloat16 (--dtype bfloat16)"
+            advice = "too large for float16, or broken; try bfloat16"
         raise QuantError(
             source.where(layer.keys["weight"]),
             f"layer {layer.name!r} has NaN or infinite weights in rows {run.start} to {run.stop - 1}: {advice}",

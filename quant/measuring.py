@@ -133,7 +133,7 @@ class _Layer:
             raise QuantError(
                 self.rows.source.where(self.rows.key),
                 f"layer {self.name!r} has NaN or infinite weights in rows {run.start} to {run.stop - 1}: the file is "
-                "broken. Get it again, or leave the layer out with --exclude",
+                "broken. Get it again, or leave the layer out (exclude, in a graph keep)",
             )
         for one in common:
             one.look(peak.to(self.device), run, weight)

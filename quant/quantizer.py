@@ -153,7 +153,7 @@ class Quantizer:
             raise QuantError(
                 self.rows.source.where(self.rows.key),
                 f"layer {self.layer!r} has NaN or infinite weights in rows {run.start} to {run.stop - 1}{where}: "
-                "the file is broken. Get it again, or leave the layer out with --exclude",
+                "the file is broken. Get it again, or leave the layer out (exclude, in a graph keep)",
             )
         return peak
 

@@ -218,7 +218,7 @@ def _no_rotation_note(kind: str, columns: int) -> str:
     groups = ", ".join(str(group) for group in possible_groups(columns))
     return (
         f"its {kind} codes may or may not be rotated (groups that fit {columns} columns: {groups}), and no usable "
-        "marker says so. Run repair with --original and the unquantized model"
+        "marker says so. Repair it with the unquantized model as the original"
     )
 
 

@@ -72,3 +72,6 @@ def test_lora_is_written_beside_its_source(tmp_path, capsys):
     }
     assert main("lora", tmp_path / "l.safetensors") == 2
     assert "give --to comfy" in capsys.readouterr().err
+    wrong = tmp_path / "x.txt"
+    assert main("lora", tmp_path / "l.safetensors", "--to", "diffusers", "--output", wrong) == 2
+    assert "give a name in .safetensors" in capsys.readouterr().err and not wrong.exists()

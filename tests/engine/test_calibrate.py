@@ -100,6 +100,13 @@ def test_two_models_in_one_workflow_are_refused(run, models: Path, tmp_path: Pat
     assert not (tmp_path / "stats.safetensors").exists()
 
 
+def test_a_missing_folder_is_noticed_before_anything_is_sampled(tmp_path: Path, capsys):
+    command = ["calibrate", str(tmp_path / "no_workflow.json"), "-o", str(tmp_path / "gone" / "stats.safetensors")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "there is no folder" in error and "gone" in error and "no_workflow" not in error
+
+
 def test_a_workflow_is_not_replaced_by_its_statistics(models: Path, tmp_path: Path, capsys):
     import json
 
