@@ -6,6 +6,7 @@ import datetime
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import folder_paths
 import torch
 
 from ..checkpoints import transform
-from ..files.errors import OutputError
+from ..files.errors import OutputError, UnsafePath
 from ..files.memory import Lazy, TensorSource
 from ..files.paths import contained, safe_parts
 from ..host import AS_STORED, Graph, Saved
@@ -31,6 +32,7 @@ from .weights import Baking, diffusion_weights, header_of, not_in_weights, patch
 log = logging.getLogger(__name__)
 
 SPEC = "modelspec."
+_TEMPLATES = "%(?:width|height|year|month|day|hour|minute|second)%"
 # Header entries that are about the file they were found in.
 _NOT_KEPT = {HEADER_KEY, RECORD_KEY, "prompt", "workflow", SPEC + "hash_sha256", SPEC + "date", SPEC + "title"}
 
@@ -39,7 +41,12 @@ def new_file(prefix: str, suffix: str = ".safetensors") -> tuple[str, dict[str, 
     """(path, how ComfyUI names it) of the next free file (a folder, without ``suffix``) of a name template. Raises
     UnsafePath."""
     root = folder_paths.get_output_directory()
-    safe_parts(prefix.replace(":", "-").replace("%", "_"), root)
+    if "%date:" in prefix:
+        raise UnsafePath(
+            prefix,
+            "%date:...% is filled in for ComfyUI's own save nodes alone; write %year%-%month%-%day% in its place",
+        )
+    safe_parts(re.sub(_TEMPLATES, "0", prefix), root)  # before ComfyUI makes folders of it
     try:
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, root)
     except OSError as error:

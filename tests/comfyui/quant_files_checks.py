@@ -183,6 +183,14 @@ def check_once_names_stay_in_the_output_folder():
         except (ValueError, OSError, part("files").FileError):
             continue
         raise AssertionError(f"{bad!r} was accepted")
+    before = sorted((BASE / "output").rglob("*"))
+    try:
+        host.save_diffusion_model(model, prefix="%date:yyyy-MM-dd%/sub/a", graph=GRAPH)
+    except part("files").FileError as error:
+        assert "write %year%-%month%-%day%" in str(error), error
+    else:
+        raise AssertionError("a template that nobody fills in was accepted")
+    assert sorted((BASE / "output").rglob("*")) == before
     (BASE / "output" / "a_file").write_text("")
     try:
         host.save_diffusion_model(model, prefix="a_file/x", graph=GRAPH)
