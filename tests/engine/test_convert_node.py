@@ -108,7 +108,7 @@ PREFIXES = ["../x", "/tmp/x", "C:\\x", "..\\x", "a/../../x", "nul", "sub/aux.mod
 def test_nothing_is_written_outside_the_output_folder(prefix, layout, run, tmp_path):
     before = sorted(tmp_path.rglob("*"))
 
-    with pytest.raises(NodeError):
+    with pytest.raises(WorkflowError, match="input filename_prefix: "):
         run(source=SOURCE, filename_prefix=prefix, layout=layout)
 
     assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and path.name != "output"] == []
