@@ -31,8 +31,11 @@ class ChannelRMSNorm(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
 
     def forward(self, x):
-        x = F.rms_norm(x.movedim(1, -1), x.shape[1:2], _like(self.weight, x), EPS)
-        return (x + _like(self.bias, x)).movedim(-1, 1)
+        weight, bias = _like(self.weight, x), _like(self.bias, x)
+        if x.dtype == torch.float32:  # without turning the picture round and back: less memory at its full size
+            scale = torch.rsqrt((x * x).mean(dim=1, keepdim=True) + EPS)
+            return torch.addcmul(bias[:, None, None], x * scale, weight[:, None, None])
+        return (F.rms_norm(x.movedim(1, -1), x.shape[1:2], weight, EPS) + bias).movedim(-1, 1)
 
 
 class BatchNorm(torch.nn.BatchNorm2d):
@@ -93,7 +96,8 @@ class UpBlock(torch.nn.Module):
             out = self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
         else:
             out = F.pixel_shuffle(self.conv(x), 2)
-        return out + F.pixel_shuffle(expand(x, 4 * self.out_channels), 2) if self.shortcut else out
+        # Added in place: the last levels are the decoder's largest tensors.
+        return out.add_(F.pixel_shuffle(expand(x, 4 * self.out_channels), 2)) if self.shortcut else out
 
 
 class ResBlock(torch.nn.Module):
@@ -106,7 +110,7 @@ class ResBlock(torch.nn.Module):
         self.norm = NORMS[norm_type](channels, **factory)
 
     def forward(self, x):
-        return self.norm(self.conv2(self.activation(self.conv1(x)))) + x
+        return self.norm(self.conv2(self.activation(self.conv1(x)))).add_(x)
 
 
 class QKVFilter(torch.nn.Module):
