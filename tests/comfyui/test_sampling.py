@@ -159,6 +159,42 @@ def test_image_to_image_keeps_what_the_mask_protects(server: Server, latent: Run
     assert (result[0, :, :, 32:] - start).abs().max() > 0.1
 
 
+# Drawn at random, and none of them recorded: sampler, scheduler, steps, cfg, denoise, batch, seed, mask.
+DRAWN = [
+    ("dpmpp_sde", "beta", 3, 1.0, 0.5, 1, 0, True),
+    ("heun", "exponential", 7, 1.0, 0.85, 1, 2**63 + 1, False),
+    ("euler_ancestral", "sgm_uniform", 3, 4.0, 0.2, 2, 0, True),
+    ("uni_pc", "karras", 5, 1.5, 1.0, 3, 2**32 + 5, False),
+    ("lcm", "ddim_uniform", 2, 4.0, 0.85, 2, 7, True),
+]
+
+
+def test_the_engine_gives_comfyuis_latents_for_settings_that_nobody_recorded(server: Server, latent: Run, tmp_path):
+    import nativedit
+
+    if not at_least(server.comfyui, "0.29"):
+        pytest.skip("the engine has the samplers of ComfyUI 0.29 and newer; older ones give other numbers")
+    alpha = torch.randint(0, 256, (48, 64), generator=torch.manual_seed(3), dtype=torch.uint8)
+    alpha[:, :20] = 255  # of the alpha channel ComfyUI's mask is what it lacks
+    for folder in (server.base / "input", tmp_path):
+        Image.new("RGB", (64, 48)).save(folder / "drawn.png")
+        with Image.open(folder / "drawn.png") as picture:
+            picture.putalpha(Image.fromarray(alpha.numpy()))
+            picture.save(folder / "drawn.png")
+    for sampler, scheduler, steps, cfg, denoise, batch, seed, masked in DRAWN:
+        settings = {"steps": steps, "cfg": cfg, "sampler": sampler, "scheduler": scheduler, "denoise": denoise}
+        graph = text_to_latent(steps=2, batch=batch, negative="a green square")
+        graph["second"] = text_to_latent(**settings, seed=seed)["sampler"]
+        graph["second"]["inputs"]["latent_image"] = ["masked" if masked else "sampler", 0]
+        graph["save"]["inputs"]["samples"] = ["second", 0]
+        if masked:
+            graph["alpha"] = node("LoadImage", image="drawn.png")
+            graph["masked"] = node("SetLatentNoiseMask", samples=["sampler", 0], mask=["alpha", 1])
+        places = {"models_dir": server.base / "models", "output_dir": tmp_path, "input_dir": tmp_path}
+        here = nativedit.run(graph, **places, progress=False).outputs["second"][0]["samples"]
+        assert rel_err(here, latent(graph)) <= 1e-4, (sampler, scheduler)
+
+
 def test_hooks_of_other_packs_are_called_at_every_step_and_change_nothing(server: Server, latent: Run):
     graph = with_model_node(text_to_latent(cfg=1.0), "probe", "ProbePatchModel")
     graph["counts"] = node("ProbeCounts", after=["sampler", 0])
