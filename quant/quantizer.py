@@ -143,7 +143,7 @@ class Quantizer:
         common.peaks.append(peak)
         if common.sampler is not None:
             for part, piece in self._batches(run, weight):
-                common.sampler.add(part, piece.cpu())
+                common.sampler.add(part, self._prepared(piece).cpu())
 
     def _peak(self, weight: torch.Tensor, run: RowRun) -> torch.Tensor:
         wide = weight if weight.dtype.itemsize > 1 else weight.to(self.rows.dtype)
@@ -168,7 +168,7 @@ class Quantizer:
 
         def quantized(batch: tuple[RowRun, torch.Tensor]) -> tuple[RowRun, dict[str, torch.Tensor]]:
             part, piece = batch
-            return part, self.codes_of(piece, scale, codebook)
+            return part, self.codes_of(self._prepared(piece), scale, codebook)
 
         apply = spread if self.device.type == "cpu" else map
         for part, tensors in apply(quantized, self._batches(run, weight)):
@@ -184,8 +184,11 @@ class Quantizer:
     def _batches(self, run: RowRun, weight: torch.Tensor) -> Iterator[tuple[RowRun, torch.Tensor]]:
         step = self._batch_rows()
         for start in range(0, weight.shape[0], step):
-            piece = weight[start : start + step].to(self.device).to(self.rows.dtype)
+            piece = weight[start : start + step]
             yield RowRun(run.start + start, run.start + start + piece.shape[0], run.expert), piece
+
+    def _prepared(self, piece: torch.Tensor) -> torch.Tensor:
+        return piece.to(self.device).to(self.rows.dtype)
 
     def _put(self, writing: Writing, suffix: str, run: RowRun, tensor: torch.Tensor) -> None:
         name = f"{self.layer}.{suffix}"
