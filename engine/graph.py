@@ -64,7 +64,7 @@ class Graph:
         """API-format JSON of the graph, as ComfyUI writes it into pictures."""
         written = {}
         for node in self.nodes.values():
-            inputs = {k: [v.node, v.output] if isinstance(v, Link) else v for k, v in node.inputs.items()}
+            inputs = {key: _written(value) for key, value in node.inputs.items()}
             written[node.id] = {"inputs": inputs, "class_type": node.class_type}
             if node.title:
                 written[node.id]["_meta"] = {"title": node.title}
@@ -181,6 +181,12 @@ def _link(given: Any) -> Link | None:
         if isinstance(output, int) and not isinstance(output, bool) and not isinstance(given[0], bool):
             return Link(str(given[0]), output)
     return None
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, Link):
+        return [value.node, value.output]
+    return {"__value__": value} if isinstance(value, list) else value
 
 
 def _value(given: Any) -> Any:

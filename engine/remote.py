@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.request import Request, urlopen
@@ -28,6 +28,8 @@ __all__ = ["Server", "ServerError", "run_on_server"]
 
 WIDGET_TYPES = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COLOR")
 MANY_WIDGETS = "COMFY_DYNAMICCOMBO_V3"  # a choice that brings widgets of its own
+WIDGET_MARKS = ("widgetType", "socketless")  # what declarations of widgets of other types have
+UNSAVED = {"IMAGECOMPARE": ["", ""]}  # what the editor sends for a widget whose value it never saves
 TIMEOUT = 30.0  # seconds for one answer, not for the run
 USUAL_ADDRESS = "http://127.0.0.1:8188"
 
@@ -93,8 +95,15 @@ def _widgets(inputs: Any, prefix: str = "") -> Iterator[WidgetInput]:
                 choices = options.get("options", ())
                 more = {one["key"]: tuple(_widgets(one.get("inputs", {}), name + ".")) for one in choices}
                 yield WidgetInput(name, controlled, options.get("default", next(iter(more), None)), more)
-            elif (isinstance(declared[0], list) or declared[0] in WIDGET_TYPES) and not options.get("forceInput"):
-                yield WidgetInput(name, controlled, options.get("default"))
+            elif _is_widget(declared[0], options):
+                default = None if isinstance(declared[0], list) else UNSAVED.get(declared[0])
+                yield WidgetInput(name, controlled, options.get("default", default))
+
+
+def _is_widget(kind: Any, options: Mapping[str, Any]) -> bool:
+    if options.get("forceInput"):
+        return False
+    return isinstance(kind, list) or kind in WIDGET_TYPES or any(mark in options for mark in WIDGET_MARKS)
 
 
 def _parsed(where: str, data: bytes) -> Any:

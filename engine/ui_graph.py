@@ -175,8 +175,8 @@ def _widget_values(node: Mapping[str, Any], declared: list[WidgetInput] | None):
         widget = waiting.pop(0)
         if position >= len(values):
             if widget.default is not None:
-                yield widget.name, widget.default, None
-                waiting[:0] = widget.more.get(widget.default, ())
+                yield widget.name, copy.deepcopy(widget.default), None
+                waiting[:0] = widget.more.get(widget.default, ()) if widget.more else ()
             continue
         value, place = values[position], (values, position)
         if isinstance(value, str):

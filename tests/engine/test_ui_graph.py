@@ -103,6 +103,35 @@ def test_a_choice_may_bring_widgets_and_a_new_widget_has_its_default():
     }
 
 
+def test_widgets_of_any_type_count_by_what_marks_them():
+    """Numbers that may be of either kind, and what has an editor of its own; inputs that are never widgets do not."""
+    from nativedit.engine.remote import _widgets
+    from nativedit.engine.ui_graph import graph_from_ui
+
+    box = ["BOUNDING_BOX", {"default": {"x": 0}, "socketless": True}]
+    required = {
+        "frames": ["INT", {"default": 97}],
+        "rate": ["FLOAT,INT", {"default": 25.0, "widgetType": "FLOAT"}],
+        "size": ["INT", {"default": 1}],
+        "boxes": ["BOUNDING_BOX", {**box[1], "forceInput": True}],
+        "crop": box,
+        "colors": ["COMBO", {"multiselect": True, "options": ["a", "b"], "default": ["a"]}],
+        "view": ["IMAGECOMPARE", {"socketless": True}],
+    }
+    declared = list(_widgets({"required": required}))
+    level = Level()
+    level.add(1, "Any", "image:IMAGE", "", [49, 24, 2, {"x": 8}, ["b"]])
+    level.add(2, "Any", "image:IMAGE", "", [49])
+    graph = graph_from_ui("x", level.saved(), lambda _: declared)
+
+    rest = {"view": ["", ""]}
+    assert graph.nodes["1"].inputs == {"frames": 49, "rate": 24, "size": 2, "crop": {"x": 8}, "colors": ["b"], **rest}
+    assert graph.nodes["2"].inputs == {
+        "frames": 49, "rate": 25.0, "size": 1, "crop": {"x": 0}, "colors": ["a"], **rest
+    }  # fmt: skip
+    assert graph.prompt()["1"]["inputs"]["colors"] == {"__value__": ["b"]}  # a bare list would be a link
+
+
 def test_a_number_node_to_be_randomized_keeps_its_number():
     level = Level()
     level.add(1, "PrimitiveInt", "", "INT:INT", [48, "randomize"])
