@@ -57,6 +57,8 @@ def load_diffusion_model(
 ) -> torch.nn.Module:
     """The diffusion transformer in a comfy file, a shard index or a diffusers folder, in eval mode.
 
+    The architecture is recognised by keys and shapes unless it is named; the config has constructor arguments that
+    shapes do not tell; weights keep the dtype in which they are stored unless one is given.
     Raises FileError, which says what is wrong, in which layer, and what to do; FileNotFoundError; and ValueError for an
     unknown architecture.
     """
@@ -72,7 +74,10 @@ def load_text_encoder(
     device: str | torch.device = "cpu",
     tokenizer: str | os.PathLike | None = None,  # its folder or file; None = in the checkpoint or beside it
 ) -> LoadedTextEncoder:
-    """A text encoder with its tokenizer. Raises the same errors as the function for diffusion models."""
+    """A text encoder with its tokenizer, which is in the file, beside it, or where the argument says.
+
+    The family is recognised unless it is named. Raises the same errors as the function for diffusion models.
+    """
     return _load.load_text_encoder(path, family=family, config=config, dtype=dtype, device=device, tokenizer=tokenizer)
 
 
@@ -86,6 +91,8 @@ def load_autoencoder(
 ) -> torch.nn.Module:
     """An autoencoder: it encodes pixels into the raw latent and decodes the latent into pixels, whole or in tiles.
 
+    Pixels are a batch of pictures with channels first and values from minus one to one. The kind is recognised, or it
+    is that of the diffusion model named as the architecture.
     Raises the same errors as the function for diffusion models.
     """
     # Pixels are [B, 3, H, W] in [-1, 1]; the methods are encode, decode, tiled_encode, tiled_decode.
@@ -105,6 +112,9 @@ def resolve(
     """The file that a name means: a path, a file under ComfyUI's folder of models, or the best variant of a model or of
     an architecture: int8 with rotation before float8 before bfloat16.
 
+    The folder is ComfyUI's name of a kind of model, all of them unless given; an override is a path that wins; extra
+    paths are a file like the one that ComfyUI has for them, which is read anyway where it lies beside the models. A
+    file that is not there is fetched when download is set.
     Raises FileError when there is none, or several, and says where it looked; FileNotFoundError when the folder does
     not exist.
     """

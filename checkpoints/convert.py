@@ -35,6 +35,11 @@ def convert(
 ) -> ConversionReport:
     """Write a model in another layout; quantized layers keep their bits.
 
+    The source is a file, pickles among them, a shard index or a folder. The destination is a file for the layout of
+    ComfyUI, a new folder for that of diffusers, and a folder too for every part of a pipeline. The component is the
+    part of a pipeline that is meant, the transformer unless given. The architecture is recognised unless it is named;
+    the tokenizer is that of a text encoder, where it does not lie beside it. Progress is called with what is done, what
+    there is in all, and the key.
     Raises FileError, which names the keys that are missing or unknown, or the wrong kind of file; OutputError; and
     ValueError.
     """

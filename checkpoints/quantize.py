@@ -40,6 +40,8 @@ def quantize(
 ) -> QuantizationReport:
     """Quantize a file or a folder by the rules of its architecture's card, or by others.
 
+    The policy is the card's where the architecture is known and else the generic one, unless it is named: generic, a
+    file of rules or its content, or a file that was quantized within a budget, for its plan.
     A budget is a size that the finished file must keep, or a least quality; then the format of each layer is chosen.
     Formats that the device or the ComfyUI named does not know are not used. For the other options and for the errors
     see the function of the same name in the package of quantization.

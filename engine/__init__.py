@@ -57,6 +57,12 @@ def run(
 ) -> RunResult:
     """Runs a workflow, which is a path, JSON text or a dict, and saves its pictures under the output folder.
 
+    The models folders, one or several, are laid out as ComfyUI's; the demo files of the pack are always found. Pictures
+    that the workflow reads are looked for in the input folder, or else beside the workflow. The engine is the embedded
+    one or the address of a running ComfyUI. Values are set before the run, each named as a node's id, title or class, a
+    dot and the input; the seed is for every seed of the graph, and a seed of minus one is drawn. Progress is shown on
+    standard error, unless said otherwise only where that is a terminal.
+
     Raises WorkflowError, before anything is loaded; NodeError, which names the node; and FileNotFoundError.
     """
     from .graph import read_workflow

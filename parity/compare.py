@@ -48,6 +48,8 @@ def compare(
 ) -> Report:
     """Our module beside the published class, beside a recording or beside another checkpoint.
 
+    A side is the name of an architecture, a checkpoint or the folder of a recording. The seed is that of random weights
+    and inputs; with noise or sigmas, whole runs are compared too, and with the sigmas of a card its schedule.
     Two checkpoints are compared weight by weight, and stage by stage when stages are named. Raises FileError,
     FileNotFoundError, ValueError for names that are unknown or sides that do not belong together, and ImportError when
     the reference is not installed.
