@@ -18,7 +18,7 @@ def apply_values(graph: Graph, values: Mapping[str, Any]) -> None:
     several."""
     problems = []
     for target, value in values.items():
-        name, dot, key = target.rpartition(".")
+        name, dot, key = _parted(graph, target)
         nodes = _called(graph, name)
         if not dot or not name or not key:
             problems.append(f"{target!r} is not NODE.INPUT")
@@ -33,6 +33,16 @@ def apply_values(graph: Graph, values: Mapping[str, Any]) -> None:
             nodes[0].inputs[key] = _typed(value, nodes[0].inputs.get(key))
     if problems:
         raise WorkflowError(graph.source, problems)
+
+
+def _parted(graph: Graph, target: str) -> tuple[str, str, str]:
+    """At the last dot before which there is a node: titles have dots, and so have the inputs that a choice brings."""
+    parts = target.split(".")
+    for number in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:number])
+        if _called(graph, name):
+            return name, ".", ".".join(parts[number:])
+    return target.rpartition(".")
 
 
 def _typed(value: Any, before: Any) -> Any:
@@ -54,20 +64,25 @@ def _called(graph: Graph, name: str) -> list[Node]:
 
 
 def settle_seeds(graph: Graph, seed: int | None, draw: Callable[[], int]) -> dict[str, int]:
-    """Every seed in the graph becomes a number: ``seed`` if given, a drawn one for -1. Returns node id -> seed."""
+    """Every seed in the graph becomes a number: ``seed`` if given, a drawn one for -1. Returns node id -> seed.
+
+    Nodes whose seed the editor keeps in one place get the same one, and it is written there too.
+    """
     settled = {}
+    drawn: dict[tuple[int, Any], int] = {}
     for node in graph.nodes.values():
         for key in SEED_INPUTS:
             given = node.inputs.get(key)
             if given is None or isinstance(given, (Link, bool)):
                 continue
+            container, place = graph.seed_places.get((node.id, key), (node.inputs, key))
+            where = (id(container), place)
             if seed is not None:
                 node.inputs[key] = seed
             elif given == -1 or given == "randomize":
-                node.inputs[key] = draw()
+                node.inputs[key] = drawn[where] if where in drawn else draw()
+                drawn[where] = node.inputs[key]
             if isinstance(node.inputs[key], int):
                 settled[node.id] = node.inputs[key]
-            if (node.id, key) in graph.seed_places:
-                container, place = graph.seed_places[node.id, key]
-                container[place] = node.inputs[key]
+            container[place] = node.inputs[key]
     return settled

@@ -67,10 +67,11 @@ class _Scope:
 
 @dataclass
 class _Value:
-    """A literal that stands where a link was: a primitive's, or a promoted widget's. drawn: a seed is drawn anew; None:
-    if the widget itself says so."""
+    """A literal that stands where a link was: a primitive's, or a promoted widget's. place: (container, key) where the
+    editor keeps it; drawn: a seed is drawn anew; None: if the widget itself says so."""
 
     value: Any
+    place: tuple[Any, Any]
     drawn: bool | None = False
 
 
@@ -155,6 +156,8 @@ def _convert(scope: _Scope, node: dict[str, Any], widgets: Widgets, graph: Graph
             own = converted.inputs.get(given["name"]) == -1
             drawn = given["name"] in SEEDS and (own if found.drawn is None else found.drawn)
             converted.inputs[given["name"]] = -1 if drawn else found.value
+            if given["name"] in SEEDS:
+                graph.seed_places[converted.id, given["name"]] = found.place
         elif isinstance(found, _Lost):
             graph.lost[converted.id, given["name"]] = found.reason
         elif found is not None:
@@ -216,7 +219,7 @@ def _leaving(scope: _Scope, node_id: str, slot: int) -> Link | _Value | _Lost | 
         return _arriving(scope, node_id, 0)
     if node["type"] == "PrimitiveNode":
         values = node.get("widgets_values") or [None]
-        return _Value(values[0], drawn=len(values) > 1 and values[1] == "randomize")
+        return _Value(values[0], (values, 0), drawn=len(values) > 1 and values[1] == "randomize")
     return Link(scope.prefix + node_id, slot)
 
 
@@ -241,11 +244,13 @@ def _promoted(scope: _Scope, slot: int) -> _Value | None:
     values = scope.instance.get("widgets_values") or []
     inside = [i for i in range(len((scope.definition or {}).get("inputs") or ())) if _widget_behind(scope, i)]
     if slot in inside and len(values) == len(inside):
-        return _Value(values[inside.index(slot)], drawn=None)
+        place = inside.index(slot)
+        return _Value(values[place], (values, place), drawn=None)
     slot = _instance_slot(scope, slot)
     shown = [i for i, given in enumerate(scope.instance.get("inputs") or ()) if given.get("widget")]
     if slot in shown and len(values) == len(shown):
-        return _Value(values[shown.index(slot)], drawn=None)
+        place = shown.index(slot)
+        return _Value(values[place], (values, place), drawn=None)
     return None
 
 
@@ -266,8 +271,10 @@ def _shared(scope: _Scope, node_id: str, slot: int, widgets: Widgets) -> _Value 
     if behind is None or behind[0] in scope.inner:
         return None
     node = scope.nodes[behind[0]]
-    values = {name: value for name, value, _ in _widget_values(node, widgets(str(node["type"])))}
-    return _Value(values[behind[1]]) if behind[1] in values else None
+    for name, value, place in _widget_values(node, widgets(str(node["type"]))):
+        if name == behind[1]:
+            return _Value(value, place or ([value], 0))
+    return None
 
 
 def _passed_through(node: Mapping[str, Any], slot: int) -> int | None:

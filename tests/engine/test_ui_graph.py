@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,51 @@ def test_an_instance_without_values_has_its_definitions():
 
 def test_a_seed_in_a_subgraph_is_randomized_if_its_widget_says_so():
     assert converted(sampler_inside([7, 12], "model:MODEL", "randomize"))["2:1"]["seed"] == -1
+
+
+def settled(saved: dict[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+    """The seeds that are drawn (1, 2, ...), and the workflow that goes into the picture."""
+    from nativedit.engine.declare import widgets_of
+    from nativedit.engine.graph import read_workflow
+    from nativedit.engine.overrides import settle_seeds
+
+    graph = read_workflow(saved, widgets_of)
+    seeds = settle_seeds(graph, None, count(1).__next__)
+    return seeds, graph.workflow
+
+
+def test_a_drawn_seed_is_written_where_the_editor_reads_it():
+    seeds, workflow = settled(sampler_inside([7, 12], "model:MODEL", "randomize"))
+
+    assert seeds == {"2:1": 1}
+    assert workflow["nodes"][1]["widgets_values"] == [1, 12]
+    assert converted(workflow)["2:1"]["steps"] == 12
+
+
+def test_samplers_of_one_primitive_have_one_seed():
+    level = sampler_level()
+    level.nodes[1]["inputs"].append(socket("*seed:INT"))
+    level.add(4, "PrimitiveNode", "", "INT:INT", [12, "randomize"])
+    level.add(5, "KSampler", "*seed:INT", "LATENT:LATENT", [42, "fixed", 20, 4.0, "euler", "simple", 1.0])
+    level.add(6, "KSampler", "", "LATENT:LATENT", [42, "randomize", 20, 4.0, "euler", "simple", 1.0])
+    level.link(4, 0, 2, 4)
+    level.link(4, 0, 5, 0)
+    seeds, workflow = settled(level.saved())
+
+    assert seeds == {"2": 1, "5": 1, "6": 2}
+    kept = {node["id"]: node["widgets_values"] for node in workflow["nodes"]}
+    assert kept[4] == [1, "randomize"] and kept[6][0] == 2
+
+
+def test_an_input_with_a_dot_in_its_name_is_set():
+    from nativedit.engine.graph import read_workflow
+    from nativedit.engine.overrides import apply_values
+
+    node = {"class_type": "Resize", "inputs": {"mode.factor": 1.0}, "_meta": {"title": "v1.5"}}
+    graph = read_workflow({"1": node}, None)
+    apply_values(graph, {"v1.5.mode.factor": "2.5"})
+
+    assert graph.nodes["1"].inputs == {"mode.factor": 2.5}
 
 
 def test_a_subgraph_in_a_subgraph_with_eight_outputs():
