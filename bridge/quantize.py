@@ -158,6 +158,7 @@ def load_quantized(
     budget = budget or Wish()
     as_stored = precision is None and not budget.given and craft == PLAIN
     if not as_stored:
+        transform.refuse_idle(precision, budget, craft)
         refuse_unheld(path, precision, policy)
     with open_source(path) as source:
         checkpoint = checkpoint_of(source)

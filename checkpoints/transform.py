@@ -22,7 +22,7 @@ from .moves import Move
 from .opened import Checkpoint, checkpoint_of
 from .quantize import CARD, GENERIC, identity
 
-__all__ = ["CARD", "GENERIC", "Wish", "comfy_layout", "plan"]
+__all__ = ["CARD", "GENERIC", "Wish", "comfy_layout", "plan", "refuse_idle"]
 
 
 def plan(
@@ -43,18 +43,12 @@ def plan(
 
     The result of quantizing is detected as the same model. Raises FileError, QuantError and ValueError.
     """
+    if precision is not None or not requantize:
+        refuse_idle(precision, budget, craft)
     if precision is None and (budget is None or not budget.given):
-        if not requantize:
-            _refuse_idle(craft, "as stored")
         return plan_storage(source, requantize=requantize, device=device, craft=craft)
     card = _card(source)
     if precision is not None and not is_format(precision):
-        if budget is not None and budget.given:
-            raise ValueError(
-                f"target_size and min_sqnr choose quantization formats, and {precision} is none. Set precision to as "
-                "stored (any format) or to a quantization format, or both budgets to 0"
-            )
-        _refuse_idle(craft, precision)
         return plan_storage(source, dtype=precision, keep_float32=card.keep_float32 if card else ())
     return plan_quantization(
         source,
@@ -71,11 +65,20 @@ def plan(
     )
 
 
-def _refuse_idle(craft: Craft, precision: str) -> None:
+def refuse_idle(precision: str | None, budget: Wish | None, craft: Craft = PLAIN) -> None:
+    """Raises ValueError where settings of quantizing stand beside a precision that quantizes nothing."""
+    given = budget is not None and budget.given
+    if given if precision is None else is_format(precision):
+        return
+    if given:
+        raise ValueError(
+            f"target_size and min_sqnr choose quantization formats, and {precision} is none. Set precision to as "
+            "stored (any format) or to a quantization format, or both budgets to 0"
+        )
     if craft != PLAIN:
         raise ValueError(
-            f"statistics and rounding are for quantizing, and {precision} quantizes nothing. Choose a quantization "
-            "format, or set calibration to none and rounding to plain"
+            f"statistics and rounding are for quantizing, and {precision or 'as stored'} quantizes nothing. Choose a "
+            "quantization format, or set calibration to none and rounding to plain"
         )
 
 

@@ -234,6 +234,26 @@ def check_once_quantized_files_are_not_quantized_again():
     target.unlink()
 
 
+def check_once_settings_of_quantizing_beside_a_float_are_refused_in_words():
+    model = load(ROWS[0])
+    for given, words in (({"rounding": "feedback"}, "quantizes nothing"), ({"min_sqnr": 30.0}, "bfloat16 is none")):
+        for precision in ("bfloat16", "as stored"):
+            if precision == "as stored" and "min_sqnr" in given:
+                continue  # any format, then
+            try:
+                host.load_diffusion_model(f"{ROWS[0]}.safetensors", precision=precision, **given)
+            except ValueError as problem:
+                assert words in str(problem) and precision in str(problem), problem
+            else:
+                raise AssertionError(f"{given} did nothing to {precision}")
+    try:
+        host.save_diffusion_model(model, prefix="idle", precision="bfloat16", rounding="feedback", graph=GRAPH)
+    except ValueError as problem:
+        assert "bfloat16 quantizes nothing" in str(problem), problem
+    else:
+        raise AssertionError("rounding did nothing")
+
+
 def check_once_a_policy_file_decides():
     row = ROWS[0]
     names = [key.removesuffix(".comfy_quant") for key in quantized_layers(load(row, EIGHT))]
