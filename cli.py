@@ -7,8 +7,11 @@ import argparse
 import gc
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 from . import __version__
@@ -125,7 +128,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 2 for an error (one message on standard error), 130 when interrupted."""
+    """The exit code: 0, 2 for an error (one message on standard error), 130 when interrupted, 143 when told to end."""
     if argv is None:
         return _as_the_program()
     return _called_with(list(argv))
@@ -156,12 +159,13 @@ def _called_with(argv: list[str], imported: Callable[[], None] = lambda: None) -
         parser.print_help()
         return USER_ERROR
     try:
-        code = _command(COMMANDS[args.command][1]).run(args)
+        with _ending_is_an_interrupt():
+            code = _command(COMMANDS[args.command][1]).run(args)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("nativedit: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return 128 + error.args[0] if error.args else INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output (head, less) has seen enough; the interpreter must not complain at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -171,6 +175,27 @@ def _called_with(argv: list[str], imported: Callable[[], None] = lambda: None) -
             raise
         print(f"nativedit: error: {_message(error)}", file=sys.stderr)
         return USER_ERROR
+
+
+@contextmanager
+def _ending_is_an_interrupt() -> Iterator[None]:
+    """Who ends us, or closes our terminal, finds no half files either: both come as a KeyboardInterrupt with the
+    signal's number. What is ignored (nohup) stays ignored."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    wanted = [number for number in (signal.SIGTERM, vars(signal).get("SIGHUP")) if number is not None]
+    if threading.current_thread() is not threading.main_thread():
+        wanted = []  # only the main thread may say what happens
+    ours = [number for number in wanted if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _message(error: Exception) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from ..files.atomic import new_folder
 from ..files.errors import FileError
 from ..files.header import parse_json_object
 from ..quant.stream import Progress
@@ -17,7 +18,7 @@ from .moves import Move
 from .opened import Checkpoint
 from .pickles import open_any
 from .report import ConversionReport
-from .save import new_folder, write_file
+from .save import write_file
 
 # Prefix in an all-in-one checkpoint -> folder under models/. A text encoder's name follows its prefix.
 _PARTS = {

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files.errors import OutputError
+from ..files.atomic import new_folder
 from ..files.paths import refuse_same_file
 from ..files.writer import SafetensorsWriter
 from ..quant.canonical import kept_metadata
@@ -82,31 +79,6 @@ def write_folder(
             _write_json(folder / "config.json", config)
         for name, data in (files or {}).items():
             (folder / name).write_bytes(data)
-
-
-@contextmanager
-def new_folder(destination: str | os.PathLike) -> Iterator[Path]:
-    """A folder that appears at ``destination`` when the block is left without an error. Raises OutputError."""
-    target = Path(destination)
-    if target.is_file():
-        raise OutputError(target, "is a file; give a new folder")
-    if target.is_dir() and any(target.iterdir()):
-        raise OutputError(target, "is a folder with files in it; give a new folder, so that nothing is mixed up")
-    if not target.parent.is_dir():
-        raise OutputError(target, f"can't be created: the folder {target.parent} does not exist")
-    partial = target.parent / f".{target.name}.{secrets.token_hex(6)}.partial"
-    try:
-        partial.mkdir()
-    except OSError as error:
-        raise OutputError(target, f"can't be created ({error.strerror or error})") from error
-    try:
-        yield partial
-        if target.is_dir():
-            target.rmdir()
-        os.replace(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _shards(move: Move, limit: int) -> list[list[Target]]:

@@ -1,4 +1,4 @@
-"""A file that appears at its place complete, or not at all."""
+"""A file, or a folder, that appears at its place complete, or not at all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import secrets
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from .errors import OutputError
 
-__all__ = ["AtomicFile"]
+__all__ = ["AtomicFile", "new_folder"]
 
 
 class AtomicFile:
@@ -126,6 +128,33 @@ class AtomicFile:
         else:
             problem = f"can't be written ({error.strerror or error}); nothing was left behind"
         return OutputError(self.path, problem)
+
+
+@contextmanager
+def new_folder(destination: str | os.PathLike) -> Iterator[Path]:
+    """A folder that appears at ``destination`` when the block is left without an error. Raises OutputError."""
+    target = Path(destination)
+    if target.is_file():
+        raise OutputError(target, "is a file; give a new folder")
+    if target.is_dir() and any(target.iterdir()):
+        raise OutputError(target, "is a folder with files in it; give a new folder, so that nothing is mixed up")
+    if not target.parent.is_dir():
+        raise OutputError(target, f"can't be created: the folder {target.parent} does not exist")
+    partial = target.parent / f".{target.name}.{secrets.token_hex(6)}.partial"
+    try:
+        partial.mkdir()
+    except OSError as error:
+        raise OutputError(target, f"can't be created ({error.strerror or error})") from error
+    try:
+        yield partial
+        if target.is_dir():
+            target.rmdir()
+        os.replace(partial, target)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OutputError) and Path(error.path).is_relative_to(partial):
+            raise OutputError(target / Path(error.path).relative_to(partial), error.problem) from error
+        raise
 
 
 def _replace(partial: str, target: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ..files import FileError, OutputError, SafetensorsWriter, Source, refuse_same_file
+from ..files import FileError, SafetensorsWriter, Source, refuse_same_file
+from ..files.atomic import new_folder
 from ..files.dtypes import name_of
 from .stream import Meter, Task, Writing, cast_tasks, copy_tasks, run_tasks
 
@@ -96,24 +96,10 @@ def write_output(
     if not is_folder_target(destination):
         _write_file(destination, assemblies[0], metadata, meter)
         return
-    target = Path(destination)
-    if target.is_dir() and any(target.iterdir()):
-        raise OutputError(target, "is a folder with files in it; give a new folder, so that nothing is mixed up")
-    partial = target.parent / f".{target.name}.{secrets.token_hex(6)}.partial"
-    try:
-        partial.mkdir()
-    except OSError as error:
-        raise OutputError(target, f"can't be created ({error.strerror or error})") from error
-    try:
+    with new_folder(destination) as folder:
         for assembly in assemblies:
-            _write_file(partial / assembly.file_name, assembly, metadata, meter)
-        _write_companions(source, partial, assemblies)
-        if target.is_dir():
-            target.rmdir()
-        os.replace(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+            _write_file(folder / assembly.file_name, assembly, metadata, meter)
+        _write_companions(source, folder, assemblies)
 
 
 def _write_file(

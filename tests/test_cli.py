@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -179,6 +180,38 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(cli.Archs, "run", interrupted)
     assert main("archs") == 130
     assert capsys.readouterr().err == "nativedit: interrupted\n"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, vars(signal).get("SIGHUP")])
+def test_who_is_told_to_end_cleans_up_as_after_ctrl_c(monkeypatch, capsys, number):
+    from nativedit import cli
+
+    cleaned = []
+
+    def ended(args: object) -> int:
+        try:
+            signal.raise_signal(number)
+        finally:
+            cleaned.append(number)
+        return 0
+
+    monkeypatch.setattr(cli.Archs, "run", ended)
+    assert main("archs") == 128 + number
+    assert cleaned == [number]
+    assert capsys.readouterr().err == "nativedit: interrupted\n"
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_ignored(monkeypatch, capsys):
+    from nativedit import cli
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as under nohup
+    try:
+        monkeypatch.setattr(cli.Archs, "run", lambda args: signal.raise_signal(signal.SIGTERM) or 0)
+        assert main("archs") == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture):
