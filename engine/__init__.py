@@ -27,13 +27,15 @@ _cache: Any = None
 class RunResult:
     """What a run made. Times in seconds; ids are the workflow's.
 
-    pictures: files, in the order in which they were saved; outputs: node id -> what the node gave, by position;
+    pictures: files, in the order in which they were saved; files: the same of models and statistics, but not of
+    what a server wrote in its own folder; outputs: node id -> what the node gave, by position;
     ui: node id -> what an output node reports, as ComfyUI's history has it; seeds: node id -> seed used;
     cached: ids of nodes that were not run again because nothing they depend on changed; notes: what nodes
     had to say (how much of a LoRA fitted); prompt: the workflow as run.
     """
 
     pictures: list[Path] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
     outputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     ui: dict[str, Any] = field(default_factory=dict)
     seeds: dict[str, int] = field(default_factory=dict)
@@ -122,6 +124,6 @@ def _run_embedded(graph: Graph, models_dir: Any, output_dir: Path, input_dir: Pa
         result.outputs[node_id] = outcome.values
         if outcome.ui is not None:
             result.ui[node_id] = outcome.ui
-            pictures = outcome.ui.get("images", ())
-            result.pictures += [host.path_of(picture) for picture in pictures if picture["type"] == "output"]
+            for name, paths in (("images", result.pictures), ("files", result.files)):
+                paths += [host.path_of(one) for one in outcome.ui.get(name, ()) if one["type"] == "output"]
     return result

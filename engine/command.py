@@ -25,7 +25,9 @@ class Run:
         )
         parser.add_argument("--output-dir", default="output", metavar="DIR", help="where pictures go (default: output)")
         parser.add_argument("--input-dir", metavar="DIR", help="where LoadImage looks (default: the workflow's folder)")
-        parser.add_argument("--server", metavar="URL", help="run on the ComfyUI at this address: http://localhost:8188")
+        parser.add_argument(
+            "--server", metavar="URL", help="run on a ComfyUI, for example the one at http://localhost:8188"
+        )
         parser.add_argument(
             "--set",
             action="append",
@@ -34,8 +36,10 @@ class Run:
             help="change an input; a node is named by its id, title or class. May be given several times",
         )
         parser.add_argument("--seed", type=int, help="for every seed in the workflow; -1 draws one")
-        parser.add_argument("--json", action="store_true", help="print pictures, seeds, times and cached nodes as JSON")
-        parser.add_argument("--quiet", action="store_true", help="print nothing but the pictures' paths")
+        parser.add_argument(
+            "--json", action="store_true", help="print pictures, files, seeds, times and cached nodes as JSON"
+        )
+        parser.add_argument("--quiet", action="store_true", help="print nothing but the paths of pictures and files")
 
     @staticmethod
     def run(args: argparse.Namespace) -> int:
@@ -54,6 +58,7 @@ class Run:
         if args.json:
             report = {
                 "pictures": [str(path) for path in result.pictures],
+                "files": [str(path) for path in result.files],
                 "seeds": result.seeds,
                 "seconds": {node: round(seconds, 3) for node, seconds in result.seconds.items()},
                 "cached": result.cached,
@@ -63,7 +68,7 @@ class Run:
         else:
             for node_id, seed in {} if args.quiet else result.seeds.items():
                 print(f"seed of node {node_id}: {seed}")
-            for path in result.pictures:
+            for path in [*result.pictures, *result.files]:
                 print(path)
         return 0
 

@@ -42,8 +42,10 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> Non
 
 
 def test_what_is_saved_is_what_was_loaded(run, models: Path):
-    path = written(run({"model": loader(), "save": saver()}))
+    result = run({"model": loader(), "save": saver()})
+    path = written(result)
 
+    assert result.files == [path] and not result.pictures
     same(load_file(path), load_file(models / "diffusion_models" / "tiny_bf16.safetensors"))
     assert path.name == "model_00001_.safetensors"
 
