@@ -146,7 +146,7 @@ def quantize(
         report = QuantizationReport(
             opened.path,
             os.fspath(destination),
-            str(plan.recipe) if budget is None else summary_format(decisions),
+            summary_format(decisions),
             decisions,
             sum(info.nbytes for info in opened.tensors.values()),
             measured=allocation,

@@ -20,7 +20,8 @@ class QuantizationReport:
 
     ``measured``: each layer's error in what was chosen and in what else was possible, None unless a budget or a report
     asked for it. ``budget`` as noted in the header, ``plan`` the choice as a policy; both empty without a budget.
-    ``file_size``: of the finished file or files, headers included.
+    ``file_size``: of the finished file or files, headers included. ``format``: the recipes in use, the most frequent
+    first.
     """
 
     source: str
@@ -64,7 +65,8 @@ class QuantizationReport:
     def __str__(self) -> str:
         verb = "quantized" if self.written else "would quantize"
         after = self.file_size or self.bytes_after
-        text = f"{verb} {len(self.quantized)} of {len(self.decisions)} weights as {self.format}, "
+        formats = f" as {self.format}" if self.quantized else ""
+        text = f"{verb} {len(self.quantized)} of {len(self.decisions)} weights{formats}, "
         text += f"{gigabytes(self.bytes_before)} -> {gigabytes(after)}"
         sqnr = self.sqnr
         return text if sqnr is None else f"{text}, {'exact' if sqnr == math.inf else f'{sqnr:.2f} dB'}"

@@ -90,6 +90,18 @@ def test_a_dry_run_says_of_every_layer_what_why_and_how_large(quantize):
     assert "outside the repeated blocks" in lines["img_in"]
 
 
+def test_the_last_line_names_the_formats_that_were_used(folder, called):
+    (folder / "mixed.toml").write_text('min_weights = 0\n[[layers]]\nmatch = "blocks.0.*"\nformat = "nvfp4"\n')
+    names = [f"blocks.{block}.{name}.weight" for block in range(3) for name in ("attn.q", "mlp.up")]
+    save_file({name: torch.ones(64, 192, dtype=torch.bfloat16) for name in names}, folder / "narrow.safetensors")
+    options = ("--format", "int8_convrot", "--dry-run", "--device", "cpu", "--policy")
+    _, out, _ = called("quantize", "narrow.safetensors", "out.safetensors", *options, "mixed.toml")
+    assert "would quantize 6 of 6 weights as int8_tensorwise:convrot=64, nvfp4, " in out
+    (folder / "none.toml").write_text('min_weights = 0\n[[layers]]\nmatch = "*"\nformat = "keep"\n')
+    _, out, _ = called("quantize", "narrow.safetensors", "out.safetensors", *options, "none.toml")
+    assert "would quantize 0 of 6 weights, 0" in out
+
+
 def test_hash_notes_the_sources_full_hash_and_without_it_the_headers(quantize):
     data = Path("model.safetensors").read_bytes()
     header = data[: 8 + int.from_bytes(data[:8], "little")]
