@@ -24,6 +24,10 @@ _SUFFIXES = {
     "alpha": r"alpha",
 }
 _KEY = rf"^(.+)\.(?:{'|'.join(f'(?P<{name}>{pattern})' for name, pattern in _SUFFIXES.items())})$"
+# Adapters that ComfyUI knows besides: without their magnitudes the pairs of a DoRA are another change.
+_BESIDE = ("diff", "diff_b", "set_weight")
+_OTHER_KINDS = ("dora_scale", "lora_magnitude_vector", r"hada_\w+", r"lokr_\w+", r"oft_\w+", *_BESIDE)
+_OTHERS = rf"\.({'|'.join(_OTHER_KINDS)})(?:\.weight)?$"
 _TEXT_ENCODER = r"^(?:lora_te\d?_|text_encoders?\.|te\d?\.)"
 
 
@@ -37,7 +41,7 @@ class LoraFile:
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> LoraFile:
-        """Raises FileError when the file holds no LoRA."""
+        """Raises FileError when the file holds no LoRA, or kinds of adapters that are not pairs of down and up."""
         with open_source(path) as source:
             layers: dict[str, dict[str, torch.Tensor]] = {}
             unread = []
@@ -47,6 +51,14 @@ class LoraFile:
                 else:
                     unread.append(key)
         whole = {name: parts for name, parts in layers.items() if {"down", "up"} <= parts.keys()}
+        others = {match[1] for key in unread if (match := re.search(_OTHERS, key))}
+        if others and not (whole and others <= {*_BESIDE}):
+            found = ", ".join(sorted(others))
+            raise FileError(
+                path,
+                f"holds adapters of a kind that ComfyUI applies and the embedded engine does not ({found}); run the "
+                "workflow in ComfyUI, for example with --server URL",
+            )
         if not whole:
             raise FileError(path, f"holds no LoRA (pairs of down and up weights); its first keys: {unread[:3]}")
         unread += [f"{name}.{part}" for name in layers.keys() - whole.keys() for part in layers[name]]

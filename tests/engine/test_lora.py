@@ -56,6 +56,19 @@ def test_a_text_encoders_layers_go_to_the_text_encoder(run, spelling: str):
     assert result.outputs["lora"][0] is result.outputs["model"][0]
 
 
+@pytest.mark.parametrize("kind", ["dora_scale", "lokr_w1", "hada_w1_a", "lora_magnitude_vector.weight", "diff"])
+def test_adapters_of_another_kind_are_no_wrong_picture(run, models: Path, kind: str):
+    """The pairs of a DoRA alone are another change than the DoRA."""
+    added = {} if kind == "diff" else files.lora(files.dit_state(), "transformer.{}")
+    added[f"transformer.blocks.0.gate_proj.{kind}"] = torch.ones(4, 1)
+    save_file(added, models / "loras" / f"other_{kind}.safetensors")
+
+    with pytest.raises(
+        Exception, match=f"the embedded engine does not \\({kind.split('.')[0]}\\); run the workflow in"
+    ):
+        run(model_only(f"other_{kind}.safetensors"))
+
+
 def test_the_original_keeps_its_weights_and_shares_the_rest(run):
     result = run(model_only("dit_comfy.safetensors"))
     before, after = result.outputs["model"][0].module, result.outputs["lora"][0].module
