@@ -17,6 +17,7 @@ import torch
 
 from ..files import SafetensorsWriter, Source, TensorInfo
 from ..files.dtypes import torch_dtype
+from .errors import QuantError
 
 __all__ = ["COPIED", "PIECE", "Meter", "Progress", "RowRun", "Task", "Writing", "copy_tasks", "row_runs", "run_tasks"]
 
@@ -207,7 +208,7 @@ def copy_tasks(source: Source, key: str, out_name: str, writing: Writing) -> Ite
 
 
 def cast_tasks(source: Source, key: str, out_name: str, dtype: torch.dtype, writing: Writing) -> Iterator[Task]:
-    """Copies a tensor of any shape in another dtype."""
+    """Copies a tensor of any shape in another dtype. Raises QuantError for a number that float16 can't hold."""
     info = source.info(key)
     stored = torch_dtype(info.dtype)
     if info.nbytes == 0:
@@ -219,6 +220,10 @@ def cast_tasks(source: Source, key: str, out_name: str, dtype: torch.dtype, writ
             return source.read_bytes(key, start, stop).view(stored)
 
         def handle(piece: torch.Tensor, start=start) -> None:
-            writing.put(out_name, piece.to(dtype), start // stored.itemsize * dtype.itemsize)
+            cast = piece.to(dtype)
+            if dtype is torch.float16 and (lost := cast.isinf()).any() and (lost & piece.double().isfinite()).any():
+                problem = f"{key!r} has values that float16 can't hold (65504 is its largest); choose bfloat16"
+                raise QuantError(source.where(key), problem)
+            writing.put(out_name, cast, start // stored.itemsize * dtype.itemsize)
 
         yield Task(load, handle, stop - start, key)

@@ -54,6 +54,16 @@ def test_memory_holds_the_bytes_of_the_file(state, tmp_path: Path, name: str):
     same(transform.plan(TensorSource("graph", state), name, policy=POLICY).tensors(), load_file(wanted))
 
 
+def test_a_number_that_float16_can_not_hold_is_no_infinity(state, tmp_path: Path):
+    large = {**state, "norm.weight": state["norm.weight"].index_fill(0, torch.tensor([7]), 70000.0)}
+    with pytest.raises(FileError, match=r"'norm.weight' has values that float16 can't hold"):
+        transform.plan(TensorSource("graph", large), "float16").write(tmp_path / "out.safetensors", {})
+    assert not list(tmp_path.iterdir())
+    assert transform.plan(TensorSource("graph", large), "bfloat16").tensors()["norm.weight"][7] == 70144.0
+    masked = {**state, "mask": torch.tensor([0.0, float("-inf")])}
+    assert transform.plan(TensorSource("graph", masked), "float16").tensors()["mask"].tolist() == [0.0, float("-inf")]
+
+
 @pytest.mark.parametrize("name", OFFERED)
 def test_what_is_quantized_in_the_same_way_stays_as_it_is(state, name: str):
     quantized = TensorSource("graph", transform.plan(TensorSource("graph", state), name, policy=POLICY).tensors())
