@@ -23,6 +23,8 @@ EDITOR_ONLY = frozenset({"Note", "MarkdownNote", "PrimitiveNode", "Reroute"})
 GRAPH_INPUT, GRAPH_OUTPUT = "-10", "-20"
 AFTER_GENERATE = ("fixed", "increment", "decrement", "randomize")
 SEEDS = ("seed", "noise_seed")
+# What comes of a number, a name or a list that is missing or is something else. RecursionError: links in a circle.
+_DAMAGED = (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,20 @@ class _Lost:
 
 
 def graph_from_ui(source: str, data: Mapping[str, Any], widgets: Widgets) -> Graph:
-    """Raises WorkflowError that names every node that can't be converted."""
+    """Raises WorkflowError that names every node that can't be converted, or says that the file is damaged."""
+    try:
+        return _graph(source, data, widgets)
+    except WorkflowError:
+        raise
+    except _DAMAGED as error:
+        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        problem = (
+            f"is damaged: its nodes and links are not as ComfyUI's editor saves them ({told}); save it again there"
+        )
+        raise WorkflowError(source, [problem]) from error
+
+
+def _graph(source: str, data: Mapping[str, Any], widgets: Widgets) -> Graph:
     data = copy.deepcopy(dict(data))
     definitions = {d["id"]: d for d in (data.get("definitions") or {}).get("subgraphs", ())}
     graph = Graph(source, workflow=data)
@@ -172,6 +187,8 @@ def _widget_values(node: Mapping[str, Any], declared: list[WidgetInput] | None):
         for name, value in values.items():
             yield name, value, (values, name)
         return
+    if values and not isinstance(values, list):
+        raise TypeError("widgets_values is neither a list nor an object")
     values, position = values or [], 0
     waiting = list(declared or ())
     while waiting:
@@ -218,9 +235,14 @@ def _leaving(scope: _Scope, node_id: str, slot: int) -> Link | _Value | _Lost | 
     if node["type"] == "Reroute":
         return _arriving(scope, node_id, 0)
     if node["type"] == "PrimitiveNode":
-        values = node.get("widgets_values") or [None]
+        values = _listed(node) or [None]
         return _Value(values[0], (values, 0), drawn=len(values) > 1 and values[1] == "randomize")
     return Link(scope.prefix + node_id, slot)
+
+
+def _listed(node: Mapping[str, Any]) -> list[Any]:
+    values = node.get("widgets_values")
+    return values if isinstance(values, list) else []
 
 
 def _called(scope: _Scope, node_id: str) -> str:
@@ -241,7 +263,7 @@ def _instance_slot(scope: _Scope, slot: int) -> int | None:
 def _promoted(scope: _Scope, slot: int) -> _Value | None:
     """The value that a subgraph's instance holds for one of its inputs, if it holds any: the editor shows and runs this
     one, whatever the widget inside was left at."""
-    values = scope.instance.get("widgets_values") or []
+    values = _listed(scope.instance)
     inside = [i for i in range(len((scope.definition or {}).get("inputs") or ())) if _widget_behind(scope, i)]
     if slot in inside and len(values) == len(inside):
         place = inside.index(slot)

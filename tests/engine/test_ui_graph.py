@@ -477,6 +477,37 @@ def test_a_subgraph_that_the_file_lacks_is_an_error_that_names_the_node():
     assert f"node 7 {SUBGRAPH}: a subgraph that the file does not define" in refused(saved)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda saved: saved["nodes"][0].pop("id"),
+        lambda saved: saved["nodes"][0].pop("type"),
+        lambda saved: saved["nodes"].append(None),
+        lambda saved: saved["nodes"][1].update(inputs=[3]),
+        lambda saved: saved["nodes"][1].update(widgets_values=7),
+        lambda saved: saved["links"].append([1, 2]),
+        lambda saved: saved["links"].append([99, -10, 0, 2, 1, "MODEL"]),
+        lambda saved: saved["links"][0].__setitem__(2, "MODEL"),
+    ],
+)
+def test_a_damaged_file_is_one_sentence(damage):
+    saved = sampler_level().saved()
+    saved["nodes"][1]["inputs"].append(socket("negative:CONDITIONING"))
+    damage(saved)
+
+    assert "is damaged" in refused(saved)
+
+
+def test_reroutes_in_a_circle_are_one_sentence():
+    level = text_level()
+    level.add(8, "Reroute", ":*", ":*")
+    level.add(9, "Reroute", ":*", ":*")
+    for link in ((8, 0, 9, 0), (9, 0, 8, 0), (9, 0, 3, 1)):
+        level.link(*link)
+
+    assert "RecursionError" in refused(level.saved())
+
+
 def test_a_subgraph_that_contains_itself_is_an_error():
     saved = outer_level()
     again = copy.deepcopy(saved["nodes"][1]) | {"id": 3}
