@@ -162,7 +162,9 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 def _craft(args: argparse.Namespace) -> Craft:
     calibration = None if args.calibration is None else read_calibration(args.calibration)
-    rounding = None if args.rounding == "plain" else Rounding(args.rounding_seconds)
+    if args.rounding == ROUNDING[0] and args.rounding_seconds is not None:
+        raise ValueError("--rounding-seconds limits --rounding feedback, which is not asked for")
+    rounding = None if args.rounding == ROUNDING[0] else Rounding(args.rounding_seconds)
     return Craft(args.compute, calibration, args.smooth, rounding)
 
 

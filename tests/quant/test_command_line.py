@@ -102,6 +102,12 @@ def test_the_last_line_names_the_formats_that_were_used(folder, called):
     assert "would quantize 0 of 6 weights, 0" in out
 
 
+def test_a_limit_of_better_rounding_alone_is_refused(quantize):
+    code, _, err = quantize("--rounding-seconds", "3")
+    assert code == 2 and "--rounding feedback, which is not asked for" in err
+    assert quantize("--rounding-seconds", "3", "--rounding", "feedback")[0] == 0
+
+
 def test_hash_notes_the_sources_full_hash_and_without_it_the_headers(quantize):
     data = Path("model.safetensors").read_bytes()
     header = data[: 8 + int.from_bytes(data[:8], "little")]
