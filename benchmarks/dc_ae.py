@@ -1,10 +1,9 @@
 """Time and peak memory of DC-AE beside the one in diffusers."""
 # Same weights, same inputs; a quarter of the width of Sana's levels, 512 pixels whole and 1024 pixels in tiles of 512.
-# Target: not slower, and no more memory. Measured on two cores, torch 2.13, times faster: decode 1.00, decode in tiles
-# 0.99, encode 1.12. Peak memory is that of a process of its own: its largest resident size less what it held before.
-# Measured so, ours and the reference in MiB: decode 228 and 268; decode in tiles 236 to 291 in three runs, and 271 and
-# 329 in two. The times are older than the norm that saves this memory; decode with it, one thread, processor's time,
-# best of three on a busy machine: 2.70 s and 3.11 s.
+# Target: not slower, and no more memory. Measured on two cores, torch 2.13, times faster: decode 1.38; before its norm
+# kept channels first, decode in tiles 0.99, encode 1.12. Peak memory is that of a process of its own: its largest
+# resident size less what it held before. It differs between runs; ours and the reference in MiB: decode 228 and 268,
+# 333 and 333; decode in tiles 236 to 291 in three runs, and 271 and 329 in two.
 #
 # Run: python benchmarks/dc_ae.py [words of a case] [--memory] [--cpu-time] [--json]
 # Words choose cases, for example: decode 512. With --memory nothing is timed.

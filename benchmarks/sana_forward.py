@@ -8,12 +8,12 @@
 # Run: python benchmarks/sana_forward.py [words of a case] [--dtype float32] [--cpu-time] [--json]
 # Words choose cases, for example: 0.6B 512; then the table over tokens is left out.
 #
-# Times faster, float32, torch 2.13, the same tensors, two cores: 0.6B 0.97 at 512 px, 1.05 at 1024 px, 1.02 at 2K;
-# 1.6B 0.95 and 1.09; Sprint 1.02. One thread, processor's time: 1.02, 1.03, 1.03; 0.96 and 1.03; 1.00. As called, one
-# thread: 1.29, 1.12, 1.13; 1.17 and 1.07; 1.11. Nine tenths are the same matrix products on both sides.
+# Times faster, float32, torch 2.13, the same tensors, two cores: 0.6B 1.01 at 512 px, 1.03 at 1024 px, 1.10 at 2K;
+# 1.6B 1.12 and 1.08; Sprint 0.97 (one thread: 1.00). As called: 1.08, 1.10, 1.03; 1.26 and 1.13; 1.10. Runs differ by
+# some hundredths. Nine tenths are the same matrix products on both sides.
 # bfloat16 on a processor without instructions for it, one thread, the same tensors: 0.6B 1.57 at 512 px, 2.68 at
 # 1024 px: the reference's 1x1 convolutions, which are matrix products here, are what takes its time.
-# Power of the number of tokens: 0.89.
+# Power of the number of tokens: 0.84.
 
 from __future__ import annotations
 
