@@ -23,8 +23,9 @@ from .workers import spread
 __all__ = ["Quantizer", "Rows", "compute_dtype"]
 
 # Weights quantized at once: bounds the temporaries, which are fp32 and several. On a CPU they should stay in its
-# caches: nvfp4 and mxfp8 take twice to three times as long on a whole weight.
-_BATCH_CPU = 1 << 19
+# caches: nvfp4 and mxfp8 take twice to three times as long on a whole weight. Smaller batches, on the other hand, have
+# the threads wait for each other's Python more often: with half of this all formats take a tenth longer or more.
+_BATCH_CPU = 1 << 20
 _BATCH_DEVICE = 64 << 20
 
 
@@ -177,6 +178,8 @@ class Quantizer:
 
     def _batch_rows(self) -> int:
         limit = _BATCH_CPU if self.device.type == "cpu" else _BATCH_DEVICE
+        if self.device.type == "cpu" and self.recipe.format.startswith("float8"):
+            limit *= 2  # its temporaries are half as wide
         # Block scales are stored in tiles of so many rows; so are the rows of which a codebook is chosen at once.
         step = ROW_ALIGNMENT if FORMATS[self.recipe.format].padding > 1 or self.recipe.codebook else 1
         return max(step, limit // max(self.rows.shape[-1], 1) // step * step)
