@@ -73,10 +73,7 @@ class ComfyUIHost:
         return convert.fingerprint_source(source)
 
     def fingerprint(self, folder: str, file: str, policy: str = CARD, architecture: str = AUTO) -> str:
-        paths = [_known_path(folder, file, architecture)]
-        if policy not in (CARD, GENERIC):
-            paths.append(folder_paths.get_full_path(POLICY_FOLDER, policy))
-        return " ".join(_state_of(path) for path in paths)
+        return f"{_state_of(_known_path(folder, file, architecture))} {self.fingerprint_rules(policy, NO_STATISTICS)}"
 
     def load_diffusion_model(
         self,
@@ -161,7 +158,7 @@ class ComfyUIHost:
         return patch_guidance.set_patch_renormalized_guidance(model, patch_size)
 
     def quantize_model(self, model: Any, *, precision: str, policy: str = CARD, keep: Sequence[str] = ()) -> Any:
-        return quantize.quantize_model(model, precision, quantize.policy_of(policy), keep)
+        return quantize.quantize_reporting(model, precision, quantize.policy_of(policy), keep)[0]
 
     def quantize_with_report(
         self,

@@ -100,9 +100,8 @@ def _load_lora(original: Callable[..., dict], lora: Any, to_load: Any, *args: An
 def report_fit(lora: dict, names: KeyMap, patches: dict) -> None:
     """One line when a LoRA fits in part. Raises ValueError when less than half of it fits: it is for another model."""
     layers = {re.sub(_SUFFIX, "", key) for key in lora if re.search(_SUFFIX, key)}
-    if set(names.parts) == {
-        "diffusion model"
-    }:  # loaded for it alone: the text encoder's layers are left out on purpose
+    # Loaded for one part alone: the layers of the other are left out on purpose.
+    if set(names.parts) == {"diffusion model"}:
         layers = {layer for layer in layers if not re.match(_TEXT_ENCODER, layer)}
     elif set(names.parts) == {"text encoder"}:
         layers = {layer for layer in layers if re.match(_TEXT_ENCODER, layer)}

@@ -242,18 +242,6 @@ def hand_over(
     return patcher
 
 
-def quantize_model(
-    patcher: Any,
-    precision: str | None,
-    policy: str,
-    keep: Iterable[str] = (),
-    budget: Wish | None = None,
-    craft: Craft = PLAIN,
-) -> Any:
-    """The MODEL of `quantize_reporting`."""
-    return quantize_reporting(patcher, precision, policy, keep, budget, craft)[0]
-
-
 def quantize_reporting(
     patcher: Any,
     precision: str | None,

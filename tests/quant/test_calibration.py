@@ -21,14 +21,7 @@ from nativedit.quant.ops import ComfyUIOps
 N, K, TOKENS = 256, 512, 64
 LAYER = "blocks.0.mlp.up"
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Products this small take longer in several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def _noise(seed: int, *shape: int) -> torch.Tensor:

@@ -14,13 +14,7 @@ EVERY = torch.arange(65536).to(torch.int16).view(torch.bfloat16)
 # A factor of a real file brings the largest weight to the largest code; the others round past it or stay far below.
 PARTS = [1.0, 0.999, 1.003, 0.5, 2.0**-9]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def plain(weight, factor, dtype):

@@ -24,14 +24,7 @@ RECIPES = [
     "convrot_w4a4:convrot=64",
 ]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Products this small take longer in several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def _noise(seed: int, *shape: int) -> torch.Tensor:

@@ -19,14 +19,7 @@ from nativedit.quant.rounding import Rounding, best_stretch
 N, K, TOKENS = 96, 512, 512
 FORMATS_ROUNDED = ["int8_convrot", "int8_tensorwise", "float8_e4m3fn", "float8_e5m2", "nvfp4", "convrot_w4a4"]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Products this small take longer in several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def _noise(seed: int, *shape: int) -> torch.Tensor:
